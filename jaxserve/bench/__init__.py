@@ -1,0 +1,1 @@
+"""Benchmarks: `jaxserve bench latency | throughput | serve`. Flags and JSON keys are those of vLLM's commands."""

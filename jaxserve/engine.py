@@ -1,0 +1,235 @@
+"""The engine loop: plan a step, launch it, then take in the results of the one before.
+
+    submit, cancel ──► scheduler.plan ──► runner.launch ──► runner.collect (previous) ──► scheduler.commit ──► deltas
+
+Step n+1 is on the device before the ids of step n are looked at; rows that turn out finished are dropped at commit.
+"""
+
+import logging
+import random
+import time
+from typing import Any
+
+import numpy as np
+
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.config import EngineConfig, cache_dir, set_memory_share
+from jaxserve.errors import ConfigError, EngineError, DeadlineExceeded
+from jaxserve.plan import Event, Plan
+from jaxserve.request import MAX_LOGPROBS, EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
+from jaxserve.scheduler import Scheduler
+from jaxserve.sequence import Sequence
+from jaxserve.shapes import make_buckets
+
+log = logging.getLogger(__name__)
+
+DEFAULTS = {  # of options left open, by platform
+    "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 288, "dtype": "float32"},
+    "gpu": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
+    "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "dtype": "bfloat16"},
+}
+
+
+class Engine:
+    """A model on this process's devices. Not thread-safe: one thread submits and steps.
+
+    Raises ConfigError for options that cannot be honoured, DoesNotFit if memory is short.
+    """
+
+    def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None, *, checks: bool = False):
+        started = time.monotonic()
+        set_memory_share(config.gpu_memory_utilization)
+        import jax  # after the share is set: it is read when the first device is touched
+
+        _use_compile_cache(jax)
+        from jaxserve.models.loading import load_model
+        from jaxserve.models.registry import resolve
+        from jaxserve.pallas_kernels.ops import resolve_backend
+        from jaxserve.runner import Runner
+
+        checkpoint = checkpoint or Checkpoint.open(config)
+        device = jax.local_devices()[0]
+        choices = _resolve_choices(config, device.platform)
+        model_config, _ = resolve(checkpoint.config)
+        backend = resolve_backend(
+            config.attention_backend,
+            device.platform,
+            device.device_kind,
+            dtype=choices["dtype"],
+            head_dim=model_config.head_dim,
+            group=model_config.num_heads // model_config.num_kv_heads,
+        )
+        page_size = config.page_size or backend.default_page_size
+        if page_size not in backend.page_sizes:
+            raise ConfigError(
+                f"--page-size must be one of {', '.join(map(str, backend.page_sizes))} for {backend.name}, got {page_size}",
+                param="page_size",
+            )
+        loaded = load_model(
+            checkpoint, model_config, choices["dtype"], load_format=config.load_format, seed=config.seed
+        )
+        log.info(
+            "weights: %s, %.2f GiB of %s on %s, %.1f s", checkpoint.name, loaded.nbytes / 2**30, choices["dtype"],
+            device.device_kind, time.monotonic() - started,
+        )  # fmt: skip
+        max_num_seqs, budget = choices["max_num_seqs"], choices["max_num_batched_tokens"]
+        buckets = make_buckets(max_num_seqs, budget, fine=device.platform == "gpu")
+        self._runner = Runner(config, loaded, backend, buckets, page_size, max_num_seqs)
+        log.info("%s", self._runner.pool)
+        if not config.enforce_eager:
+            self._runner.warm_up()
+        self._runner.count_compiles()
+        self.info = EngineInfo(
+            model=config.model,
+            vocab_size=model_config.vocab_size,
+            max_model_len=self._runner.pool.max_model_len,
+            max_num_seqs=max_num_seqs,
+            page_size=page_size,
+            num_pages=self._runner.pool.num_pages,
+            device=device.device_kind,
+            dtype=choices["dtype"],
+        )
+        self._scheduler = Scheduler(
+            num_pages=self._runner.pool.num_pages,
+            page_size=page_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.info.max_model_len,
+            max_prefill_tokens=max(b.prefill_tokens for b in buckets),
+            max_prefill_rows=max(b.prefill_rows for b in buckets),
+            max_queue_len=config.max_queue_len,
+            policy=config.scheduling_policy,
+            prefix_caching=config.enable_prefix_caching,
+            checks=checks,
+        )
+        self._timeout_s = config.request_timeout
+        self._seeds = random.Random(config.seed)
+        self._in_flight: Any = None
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._first_launch_s: dict[str, float] = {}
+
+    # ---------------------------------------------------------------------------------------------- requests
+
+    def submit(self, request: Request) -> None:
+        """Accepts a request. Raises QueueFull, or RequestError if it can never be served."""
+        if request.seed is None:
+            request.seed = self._seeds.getrandbits(63)
+        if self._timeout_s and request.deadline_s is None:
+            request.deadline_s = time.monotonic() + self._timeout_s
+        self._scheduler.add(request)
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Ends one sequence of a request, or all: each tells so with finish_reason "abort". Unknown ids are ignored."""
+        self._scheduler.cancel(request_id, index)
+
+    def has_work(self) -> bool:
+        return self._in_flight is not None or self._scheduler.has_work
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request still has an unfinished sequence."""
+        return request_id in self._scheduler.requests
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached pages."""
+        self._scheduler.reset_prefix_cache()
+
+    def check(self) -> None:
+        """Raises InvariantError if the host's books contradict each other."""
+        self._scheduler.check()
+
+    def stats(self) -> EngineStats:
+        stats = self._scheduler.stats()
+        stats.compiles_after_warmup = self._runner.compiles_after_warmup
+        return stats
+
+    # ------------------------------------------------------------------------------------------------- steps
+
+    def step(self) -> list[SequenceDelta]:
+        """Launches the next step, takes in the one before, and returns what that added."""
+        self._scheduler.expire(time.monotonic())
+        plan = self._scheduler.plan()
+        launched = self._runner.launch(plan) if plan else None
+        if plan and plan.admitted:
+            now = time.monotonic()
+            for seq in plan.admitted:
+                self._first_launch_s.setdefault(seq.request.request_id, now)
+        before, self._in_flight = self._in_flight, launched
+        deltas = self._commit(before) if before else []
+        return deltas + [self._delta(event, None) for event in self._scheduler.take_endings()]
+
+    def _commit(self, launched: Any) -> list[SequenceDelta]:
+        results = self._runner.collect(launched)
+        if results.prompt_logprobs is not None:
+            self._take_prompt_logprobs(launched.plan, results.prompt_logprobs)
+        events = self._scheduler.commit(launched.plan, results.tokens)
+        return [self._delta(event, results.logprobs) for event in events]
+
+    def _delta(self, event: Event, logprobs: np.ndarray | None) -> SequenceDelta:
+        seq, request = event.seq, event.seq.request
+        delta = SequenceDelta(request.request_id, seq.index, finish_reason=event.finish_reason, stop_reason=event.stop_reason)
+        if event.token is not None:
+            delta.token_ids = [event.token]
+            if request.params.logprobs is not None and logprobs is not None:
+                delta.logprobs = [_unpack_logprobs(logprobs[event.row], event.token, request.params.logprobs)]
+            if len(seq.token_ids) == seq.prompt_len + 1:
+                self._add_first_facts(delta, seq)
+        if event.finish_reason == "error":
+            delta.error = EngineError("the model gave logits that are not finite").info()
+        elif event.finish_reason == "timeout":
+            delta.error = DeadlineExceeded(f"the request took longer than its limit of {self._timeout_s} s").info()
+        if event.finish_reason and not self.knows(request.request_id):
+            self._prompt_logprobs.pop(request.request_id, None)
+            self._first_launch_s.pop(request.request_id, None)
+        return delta
+
+    def _add_first_facts(self, delta: SequenceDelta, seq: Sequence) -> None:
+        """What is known with the first token: cached tokens, time in the queue, the prompt's logprobs."""
+        request = seq.request
+        delta.cached_tokens = seq.cached
+        delta.queue_s = max(self._first_launch_s[request.request_id] - request.arrival_s, 0.0)
+        if request.params.prompt_logprobs is not None:
+            delta.prompt_logprobs = self._prompt_logprobs.get(request.request_id)
+
+    def _take_prompt_logprobs(self, plan: Plan, rows: np.ndarray) -> None:
+        """Files the logprobs of a chunk's prompt tokens. Token 0 has none; token i's stand in the row of token i - 1."""
+        prefill, at = plan.prefill, 0
+        for seq, start, count in zip(prefill.seqs, prefill.starts, prefill.counts, strict=True):
+            if seq.score_prompt and seq.finish_reason is None:
+                request = seq.request
+                filed = self._prompt_logprobs.setdefault(request.request_id, [None])
+                ids = seq.token_ids[start + 1 : min(start + count + 1, seq.prompt_len)]
+                del filed[start + 1 :]  # a preempted prompt is scored anew
+                filed += [_unpack_logprobs(rows[at + i], t, request.params.prompt_logprobs or 0) for i, t in enumerate(ids)]
+            at += count
+
+
+def _unpack_logprobs(row: np.ndarray, token_id: int, count: int) -> TokenLogprobs:
+    """One row of step.py's logprob columns."""
+    values = row.view(np.float32)
+    return TokenLogprobs(
+        token_id=token_id,
+        logprob=float(values[0]),
+        rank=int(row[1]),
+        top_ids=row[2 : 2 + count].tolist(),
+        top_logprobs=values[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].tolist(),
+    )
+
+
+def _resolve_choices(config: EngineConfig, platform: str) -> dict[str, Any]:
+    """Options left open, filled in for the platform. Raises ConfigError if they contradict each other."""
+    defaults = DEFAULTS.get(platform, DEFAULTS["gpu"])
+    dtype = defaults["dtype"] if config.dtype == "auto" else config.dtype
+    max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
+    budget = config.max_num_batched_tokens or max(defaults["max_num_batched_tokens"], max_num_seqs + 256)
+    if budget < max_num_seqs + 16:
+        raise ConfigError(
+            f"--max-num-batched-tokens must be at least max_num_seqs + 16 = {max_num_seqs + 16}, got {budget}",
+            param="max_num_batched_tokens",
+        )
+    return {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+
+
+def _use_compile_cache(jax: Any) -> None:
+    """Compiled steps are kept on disk, the small ones too: a second start compiles nothing."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -1,0 +1,357 @@
+"""The engine in a process of its own, and the client that front ends hold of it.
+
+    front end                                    engine process
+    EngineProcess.start() ── config on stdin ──► main(): Engine(config), warm up
+    SocketClient ◄────────── Ready(info) ─────── (ZeroMQ over a socket file in a private directory)
+        submit, cancel ───── Submit, Cancel ───► drained before each step
+        deltas ◄──────────── StepDone ────────── one message per step and front end: all deltas, the stats
+
+HTTP, JSON and text stay on the front end's side: the GIL is one lock, and 256 streams of SSE would starve the step.
+The engine ends when its stdin closes, so it never outlives its parent. Messages are msgpack, decoded into typed
+structs: nothing that arrives can run code.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator
+from dataclasses import fields
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, EngineDead, ErrorInfo, JaxserveError
+from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta
+
+log = logging.getLogger(__name__)
+
+IDLE_POLL_MS = 200  # an idle engine wakes this often to look at deadlines
+STATS_PERIOD_S = 1.0
+
+
+class Hello(msgspec.Struct, tag=True):
+    """A front end has connected."""
+
+
+class Submit(msgspec.Struct, tag=True):
+    request: Request
+
+
+class Cancel(msgspec.Struct, tag=True):
+    request_id: str
+    index: int | None
+
+
+class Ready(msgspec.Struct, tag=True):
+    info: EngineInfo
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The engine could not start, or died of an error."""
+
+    error: ErrorInfo
+    is_config: bool
+
+
+class StepDone(msgspec.Struct, tag=True):
+    deltas: list[SequenceDelta]
+    stats: EngineStats
+
+
+ToEngine = Hello | Submit | Cancel
+FromEngine = Ready | Failed | StepDone
+
+
+# ---------------------------------------------------------------------------------------------- front end side
+
+
+class SocketClient:
+    """The EngineClient of a front end in another process. Use `EngineProcess.start()` to get one."""
+
+    def __init__(self, address: str):
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.connect(address)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(FromEngine).decode
+        self._streams: dict[str, asyncio.Queue[SequenceDelta | JaxserveError]] = {}
+        self._reader: asyncio.Task | None = None
+        self._dead: JaxserveError | None = None
+        self.info: EngineInfo
+        self.stats = EngineStats()
+
+    async def connect(self) -> None:
+        """Waits until the engine is warm. Raises what it failed of: ConfigError, or EngineDead."""
+        await self._socket.send(self._encode(Hello()))
+        match self._decode(await self._socket.recv()):
+            case Ready(info):
+                self.info = info
+            case Failed(error, is_config):
+                raise ConfigError(error.message, param=error.param) if is_config else EngineDead(error.message)
+        self._reader = asyncio.create_task(self._read())
+
+    async def submit(self, request: Request) -> AsyncIterator[SequenceDelta]:
+        """See EngineClient.submit."""
+        if self._dead:
+            raise EngineDead(self._dead.message)
+        queue: asyncio.Queue[SequenceDelta | JaxserveError] = asyncio.Queue()
+        self._streams[request.request_id] = queue
+        try:
+            await self._socket.send(self._encode(Submit(request)))
+            first = await queue.get()
+            if isinstance(first, JaxserveError):
+                raise first
+            if first.error:
+                raise first.error.exception()
+        except BaseException:
+            self._streams.pop(request.request_id, None)
+            await asyncio.shield(self.cancel(request.request_id))
+            raise
+        return _Stream(self, request, queue)
+
+    def forget(self, request_id: str, *, cancel: bool) -> None:
+        """Ends a stream's life here, and if it is not over, at the engine too. Does not wait: it may be closing."""
+        self._streams.pop(request_id, None)
+        if cancel and not self._dead:
+            self._socket.send(self._encode(Cancel(request_id, None)))  # at once if it can; else zmq.asyncio sees to it
+
+    async def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Ends one sequence, or all of the request's: each answers with finish_reason "abort"."""
+        if not self._dead:
+            await self._socket.send(self._encode(Cancel(request_id, index)))
+
+    def healthy(self) -> bool:
+        return self._dead is None
+
+    def die(self, error: JaxserveError) -> None:
+        """Ends every open stream with the error, and refuses new requests."""
+        if self._dead is None:
+            self._dead = error
+            for queue in self._streams.values():
+                queue.put_nowait(error)
+
+    async def _read(self) -> None:
+        while True:
+            match self._decode(await self._socket.recv()):
+                case StepDone(deltas, stats):
+                    self.stats = stats
+                    for delta in deltas:
+                        if queue := self._streams.get(delta.request_id):
+                            queue.put_nowait(delta)
+                case Failed(error, _):
+                    self.die(EngineDead(error.message))
+
+    async def close(self) -> None:
+        if self._reader:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        self.die(EngineDead("the server is shutting down"))
+        self._socket.close()
+
+
+class _Stream(AsyncIterator[SequenceDelta]):
+    """The deltas of one request. Closing it early cancels what is left, whether or not it was ever iterated."""
+
+    def __init__(self, client: SocketClient, request: Request, queue: asyncio.Queue):
+        self._client, self._request_id, self._queue = client, request.request_id, queue
+        self._unfinished = request.params.n
+
+    async def __anext__(self) -> SequenceDelta:
+        if not self._unfinished:
+            self._client.forget(self._request_id, cancel=False)
+            raise StopAsyncIteration
+        delta = await self._queue.get()
+        if isinstance(delta, JaxserveError):
+            await self.aclose()
+            raise delta
+        self._unfinished -= delta.finish_reason is not None
+        return delta
+
+    async def aclose(self) -> None:
+        self._client.forget(self._request_id, cancel=self._unfinished > 0)
+        self._unfinished = 0
+
+
+class EngineProcess:
+    """A running engine process: `client` speaks to it, `wait()` returns when it ends."""
+
+    def __init__(self, process: asyncio.subprocess.Process, client: SocketClient, directory: Path):
+        self.client = client
+        self._process = process
+        self._directory = directory
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> "EngineProcess":
+        """Starts the engine; returns at once. `await ready()` then waits until it is warm."""
+        directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))  # mode 0700: nobody else can connect
+        address = f"ipc://{directory}/engine.sock"
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "jaxserve.engine_process", stdin=asyncio.subprocess.PIPE
+        )
+        assert process.stdin is not None
+        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
+        process.stdin.write(msgspec.json.encode({"address": address, "config": options}) + b"\n")
+        await process.stdin.drain()
+        return cls(process, SocketClient(address), directory)
+
+    async def ready(self) -> None:
+        """Waits until the engine is warm. Raises ConfigError or EngineDead if it ends before that."""
+        connecting = asyncio.create_task(self.client.connect())
+        ending = asyncio.create_task(self._process.wait())
+        await asyncio.wait([connecting, ending], return_when=asyncio.FIRST_COMPLETED)
+        if connecting.done():
+            ending.cancel()
+            await connecting
+        else:
+            connecting.cancel()
+            raise EngineDead(f"the engine process ended with code {self._process.returncode} before it was ready")
+
+    async def wait(self) -> int:
+        """Returns the exit code once the process has ended; open streams then end with EngineDead."""
+        code = await self._process.wait()
+        self.client.die(EngineDead(f"the engine process ended with code {code}"))
+        return code
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Closes the engine's stdin, which ends it; kills it if that takes longer than `grace_s` seconds."""
+        await self.client.close()
+        if self._process.stdin:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), grace_s)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------------- engine side
+
+
+class EngineServer:
+    """Runs an Engine and speaks to the front ends that connect."""
+
+    def __init__(self, address: str):
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 1000
+        self._socket.bind(address)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(ToEngine).decode
+        self._owners: dict[str, bytes] = {}  # request id -> front end
+        self._front_ends: list[bytes] = []
+        self._answers: list[SequenceDelta] = []
+        self._stats_due_s = 0.0
+
+    def run(self, config: EngineConfig) -> None:
+        """Starts the engine and serves until the process ends. Errors go to the front ends before they are raised."""
+        try:
+            from jaxserve.engine import Engine
+
+            engine = Engine(config)
+            self._serve(engine)
+        except Exception as error:
+            self._fail(error)
+            raise
+
+    def _serve(self, engine) -> None:
+        self._engine = engine
+        while True:
+            self._drain(wait=not engine.has_work())
+            self._send(self._answers)  # accepted or refused: the front end waits for it before any header
+            self._answers = []
+            if engine.has_work():
+                self._send(engine.step())
+
+    def _drain(self, *, wait: bool) -> None:
+        """Takes all messages that have come; if `wait`, sleeps until there is one (or the idle poll is over)."""
+        if wait and not self._socket.poll(IDLE_POLL_MS):
+            return
+        while self._socket.poll(0):
+            front_end, payload = self._socket.recv_multipart()
+            match self._decode(payload):
+                case Hello():
+                    self._front_ends.append(front_end)
+                    self._socket.send_multipart([front_end, self._encode(Ready(self._engine.info))])
+                case Submit(request):
+                    self._owners[request.request_id] = front_end
+                    self._answers.append(self._submit(request))
+                case Cancel(request_id, index):
+                    self._engine.cancel(request_id, index)
+
+    def _submit(self, request: Request) -> SequenceDelta:
+        try:
+            self._engine.submit(request)
+        except JaxserveError as error:
+            return SequenceDelta(request.request_id, -1, finish_reason="error", error=error.info())
+        return SequenceDelta(request.request_id, -1)
+
+    def _send(self, deltas: list[SequenceDelta]) -> None:
+        by_owner: dict[bytes, list[SequenceDelta]] = {}
+        for delta in deltas:
+            by_owner.setdefault(self._owners[delta.request_id], []).append(delta)
+        for delta in deltas:
+            if delta.finish_reason and not self._engine.knows(delta.request_id):
+                self._owners.pop(delta.request_id, None)
+        if (now := time.monotonic()) >= self._stats_due_s:
+            self._stats_due_s = now + STATS_PERIOD_S
+            for front_end in self._front_ends:
+                by_owner.setdefault(front_end, [])
+        for front_end, its_deltas in by_owner.items():
+            message = self._encode(StepDone(its_deltas, self._engine.stats()))
+            self._socket.send_multipart([front_end, message])
+
+    def _fail(self, error: Exception) -> None:
+        """Tells every front end, also one whose Hello still waits in the queue, why the engine ends."""
+        info = error.info() if isinstance(error, JaxserveError) else EngineDead(f"{type(error).__name__}: {error}").info()
+        while self._socket.poll(100):
+            self._front_ends.append(self._socket.recv_multipart()[0])
+        for front_end in dict.fromkeys(self._front_ends):
+            message = self._encode(Failed(info, isinstance(error, ConfigError)))
+            self._socket.send_multipart([front_end, message])
+        self._socket.close()
+        zmq.Context.instance().term()
+
+
+def _end_with_parent(stdin: int) -> None:
+    """Ends this process when stdin closes: the parent is gone, or wants no more of us."""
+    while os.read(stdin, 4096):  # not sys.stdin: a thread inside its buffer would abort the interpreter's own exit
+        pass
+    os._exit(0)
+
+
+def _read_line(file: int) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(file, 1)):
+        line += byte
+    return line
+
+
+def main() -> None:
+    from jaxserve.logs import setup_logging
+
+    setup_logging()
+    stdin = sys.stdin.fileno()
+    start = msgspec.json.decode(_read_line(stdin))
+    threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
+    try:
+        EngineServer(start["address"]).run(EngineConfig(**start["config"]))
+    except ConfigError:
+        sys.exit(2)  # the parent shows it
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Every error that a user can meet, as one tree.
+
+    JaxserveError                 500 InternalServerError
+    ├── RequestError              400 BadRequestError        (a ValueError: offline callers catch it as one)
+    │   ├── Unauthorized          401 AuthenticationError
+    │   ├── NotFound              404 NotFoundError
+    │   ├── MethodNotAllowed      405 MethodNotAllowedError
+    │   ├── PayloadTooLarge       413 PayloadTooLargeError
+    │   ├── UnsupportedMediaType  415 UnsupportedMediaTypeError
+    │   └── QueueFull             429 RateLimitError         (carries Retry-After)
+    ├── EngineError               500 InternalServerError    (this request failed, the engine goes on)
+    ├── EngineDead                503 ServiceUnavailableError
+    ├── DeadlineExceeded          504 TimeoutError
+    └── ConfigError               start-up only              (a ValueError)
+        └── DoesNotFit                                       (memory: need, have, longest that fits)
+
+Each error knows its HTTP status, its OpenAI error type and the field it speaks of; its message names field,
+limit and given value. `ErrorInfo` is the same thing as plain data, to cross a process boundary.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as data: what the body of an HTTP error says."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+    retry_after_s: int | None = None
+
+    def body(self) -> dict:
+        """The one error body of every route."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def exception(self) -> "JaxserveError":
+        """The exception this was made from."""
+        cls = _BY_STATUS.get(self.code, EngineError)
+        error = cls(self.message, param=self.param)
+        error.retry_after_s = self.retry_after_s
+        return error
+
+
+class JaxserveError(Exception):
+    """Base of all errors raised on purpose. `param` is the field the message speaks of, if any."""
+
+    status = 500
+    type = "InternalServerError"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def info(self) -> ErrorInfo:
+        return ErrorInfo(self.message, self.type, self.param, self.status, self.retry_after_s)
+
+
+class RequestError(JaxserveError, ValueError):
+    """The request cannot be served as it was given."""
+
+    status = 400
+    type = "BadRequestError"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    type = "AuthenticationError"
+
+
+class NotFound(RequestError):
+    status = 404
+    type = "NotFoundError"
+
+
+class MethodNotAllowed(RequestError):
+    status = 405
+    type = "MethodNotAllowedError"
+
+
+class PayloadTooLarge(RequestError):
+    status = 413
+    type = "PayloadTooLargeError"
+
+
+class UnsupportedMediaType(RequestError):
+    status = 415
+    type = "UnsupportedMediaTypeError"
+
+
+class QueueFull(RequestError):
+    """The waiting queue is at its limit: try again in `retry_after_s` seconds."""
+
+    status = 429
+    type = "RateLimitError"
+    retry_after_s = 1
+
+
+class EngineError(JaxserveError):
+    """This request failed inside the engine; others go on."""
+
+
+class EngineDead(JaxserveError):
+    status = 503
+    type = "ServiceUnavailableError"
+
+
+class DeadlineExceeded(JaxserveError):
+    status = 504
+    type = "TimeoutError"
+
+
+class ConfigError(JaxserveError, ValueError):
+    """A start-up option cannot be honoured."""
+
+
+class DoesNotFit(ConfigError):
+    """The model or its KV cache does not fit the device: the message says need, have, and what would fit."""
+
+
+_BY_STATUS = {
+    cls.status: cls
+    for cls in (
+        RequestError,
+        Unauthorized,
+        NotFound,
+        MethodNotAllowed,
+        PayloadTooLarge,
+        UnsupportedMediaType,
+        QueueFull,
+        EngineDead,
+        DeadlineExceeded,
+    )
+}

@@ -1,0 +1,331 @@
+"""Between clients and the engine: prompts and params become Requests, token deltas become text. Never imports jax.
+
+Frontend         text or token ids + SamplingParams -> Request, with everything checked and resolved
+RequestText      the deltas of one request -> text deltas, one per engine delta
+OutputBuilder    the same, and a RequestOutput that grows with them (the offline API)
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from jaxserve import chat
+from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
+from jaxserve.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_STOP_IDS,
+    CompletionOutput,
+    EngineInfo,
+    Logprob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SequenceDelta,
+    TokenLogprobs,
+    short,
+)
+from jaxserve.tokenizer import Tokenizer
+
+DEFAULTS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+MAX_STOP_CHARS = 4096  # of one stop string
+MIN_LOGPROB = -9999.0  # what is sent for minus infinity, which JSON cannot say
+
+
+class Frontend:
+    """Turns what clients ask for into Requests. One per process; holds no state of requests."""
+
+    def __init__(self, tokenizer: Tokenizer, info: EngineInfo, defaults: Mapping[str, Any] | None = None):
+        """`defaults`: the model's generation_config.json, or {} to do without. Raises ConfigError if it is bad."""
+        self.tokenizer = tokenizer
+        self.info = info
+        defaults = {name: value for name, value in (defaults or {}).items() if value is not None}
+        self._defaults = {name: defaults[name] for name in DEFAULTS_FROM_MODEL if name in defaults}
+        self.default_max_tokens: int | None = defaults.get("max_new_tokens")  # of chats that name none
+        eos = defaults.get("eos_token_id", [])
+        self.eos_ids = list(dict.fromkeys([*tokenizer.eos_token_ids, *(eos if isinstance(eos, list) else [eos])]))
+        try:
+            self.default_params()
+        except RequestError as error:
+            raise ConfigError(
+                f"the model's generation_config.json is bad: {error.message}", param=error.param
+            ) from None
+        if len(self.eos_ids) > 8:
+            raise ConfigError(f"the model has {len(self.eos_ids)} end-of-sequence tokens; at most 8 are supported")
+
+    def default_params(self) -> SamplingParams:
+        """SamplingParams with the model's own defaults."""
+        return self.params()
+
+    def params(self, **given: Any) -> SamplingParams:
+        """SamplingParams of what a client gave, over the model's defaults, over the built-in ones."""
+        return SamplingParams(**{**self._defaults, **given})
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        **template_kwargs: Any,
+    ) -> str:
+        """The prompt of a conversation; make_request takes it with add_special_tokens=False. Raises RequestError."""
+        return chat.render(
+            self.tokenizer,
+            chat.check_messages(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            template_kwargs=template_kwargs,
+        )
+
+    def make_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        timeout_s: float | None = None,
+        arrival_s: float | None = None,
+        prompt_field: str = "prompt",
+        max_tokens_field: str = "max_tokens",
+    ) -> Request:
+        """Tokenises, checks and resolves. Raises RequestError naming field, limit and value.
+
+        arrival_s: time.monotonic() when the client's call came in; the deadline is `timeout_s` seconds later.
+        """
+        arrival_s = time.monotonic() if arrival_s is None else arrival_s
+        vocab_size = self.info.vocab_size
+        params.check_vocab(vocab_size)
+        self._check_stops(params)
+        bad_words_ids = [ids for word in params.bad_words or () for ids in self._bad_word_ids(word)]
+        ids = self.prompt_ids(prompt, add_special_tokens=add_special_tokens, field=prompt_field)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=ids,
+            params=params,
+            max_tokens=self._max_tokens(len(ids), params, max_tokens_field),
+            stop_ids=self._stop_ids(params),
+            bad_words_ids=bad_words_ids,
+            seed=params.seed,
+            priority=priority,
+            arrival_s=arrival_s,
+            deadline_s=arrival_s + timeout_s if timeout_s else None,
+        )
+
+    def text(self, request: Request) -> "RequestText":
+        """What turns the request's deltas into text."""
+        return RequestText(self.tokenizer, request)
+
+    def output_builder(self, request: Request, prompt: str | None = None) -> "OutputBuilder":
+        return OutputBuilder(self.tokenizer, request, prompt)
+
+    def prompt_ids(
+        self, prompt: str | list[int], *, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """The prompt as token ids, known to leave room for at least one token of output."""
+        if not prompt:
+            raise RequestError(f"{field} may not be empty", param=field)
+        if isinstance(prompt, str):
+            self._check_chars(prompt, field)
+            ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+            if not ids:
+                raise RequestError(f"{field} has no tokens: {short(prompt)}", param=field)
+        else:
+            ids = prompt
+        limit = self.info.max_model_len
+        if len(ids) >= limit:
+            raise RequestError(
+                f"{field} has {len(ids)} tokens; the model's context of {limit} tokens takes a prompt of at most"
+                f" {limit - 1}, and at least one token of output",
+                param=field,
+            )
+        if ids is prompt:
+            self.check_ids(ids, field)
+        return ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; a text that begins with the BOS token does not get a second one."""
+        ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        bos = self.tokenizer.bos_token_id
+        if add_special_tokens and bos is not None and ids[:2] == [bos, bos]:
+            return ids[1:]
+        return ids
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raises RequestError if a token id is outside the vocabulary."""
+        limit = self.info.vocab_size - 1
+        if min(ids) < 0 or max(ids) > limit:
+            bad = next(i for i in ids if not 0 <= i <= limit)
+            raise RequestError(f"{field}: token id {short(bad)} is outside the vocabulary (0 to {limit})", param=field)
+
+    @cached_property
+    def _max_token_bytes(self) -> int:
+        """The most bytes of text that one token can stand for."""
+        return max(len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size))
+
+    def _check_chars(self, text: str, field: str) -> None:
+        """Refuses text that cannot fit whatever its tokens, without the work of tokenising it."""
+        limit = self.info.max_model_len
+        if len(text) > 16 * limit and len(text) > limit * self._max_token_bytes:
+            raise RequestError(
+                f"{field} has {len(text)} characters, which is too long for the model's context of {limit} tokens"
+                f" (at most {limit * self._max_token_bytes} characters)",
+                param=field,
+            )
+
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, field: str) -> int:
+        room = self.info.max_model_len - prompt_tokens
+        if params.max_tokens is None:
+            if params.min_tokens > room:
+                raise RequestError(
+                    f"min_tokens must be at most {room} after a prompt of {prompt_tokens} tokens (context"
+                    f" {self.info.max_model_len}), got {short(params.min_tokens)}",
+                    param="min_tokens",
+                )
+            return room
+        if params.max_tokens > room:
+            raise RequestError(
+                f"{field} must be at most {room}: the model's context is {self.info.max_model_len} tokens and the"
+                f" prompt has {prompt_tokens}; got {short(params.max_tokens)}",
+                param=field,
+            )
+        return params.max_tokens
+
+    def _stop_ids(self, params: SamplingParams) -> list[int]:
+        ids = [*(() if params.ignore_eos else self.eos_ids), *(params.stop_token_ids or ())]
+        assert len(ids) <= MAX_STOP_IDS, "the limits of eos_ids and stop_token_ids add up to it"
+        return list(dict.fromkeys(ids))
+
+    @staticmethod
+    def _check_stops(params: SamplingParams) -> None:
+        for i, stop in enumerate(params.stop or ()):
+            if len(stop) > MAX_STOP_CHARS:
+                raise RequestError(
+                    f"stop[{i}] must have at most {MAX_STOP_CHARS} characters, got {len(stop)}", param="stop"
+                )
+
+    def _bad_word_ids(self, word: str) -> list[list[int]]:
+        """The word's tokens at the beginning of a text and after a space."""
+        bare = word.lstrip() or word
+        variants: list[list[int]] = []
+        for text in (bare, " " + bare):
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words: {short(word)} has {len(ids)} tokens; at most {MAX_BAD_WORD_TOKENS} are supported",
+                    param="bad_words",
+                )
+            if ids and ids not in variants:
+                variants.append(ids)
+        if not variants:
+            raise RequestError(f"bad_words: {short(word)} has no tokens", param="bad_words")
+        return variants
+
+
+class RequestText:
+    """The text of one request's n sequences as their tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        self.request = request
+        self.tokenizer = tokenizer
+        params = request.params
+        stops = StopMatcher(params.stop) if params.stop else None
+        self.sequences = [SequenceText(i, tokenizer, params, stops, request.prompt_token_ids) for i in range(params.n)]
+        self.cached_tokens = 0
+        self.queue_s = 0.0
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finished for sequence in self.sequences)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated so far, in all sequences."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
+
+    def push(self, delta: SequenceDelta) -> TextDelta:
+        """What may be shown now, false if nothing. If `stopped`, cancel that sequence at the engine.
+
+        Raises the request's error: EngineError, DeadlineExceeded, or what the engine refused it with.
+        """
+        if delta.error:
+            raise delta.error.exception()
+        if delta.finish_reason == "timeout":
+            raise DeadlineExceeded("the request did not finish within the server's time limit (--request-timeout)")
+        if delta.finish_reason == "error":
+            raise EngineError("the engine could not finish this request")
+        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+        self.queue_s = max(self.queue_s, delta.queue_s)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.index < 0:
+            return TextDelta(delta.index)
+        return self.sequences[delta.index].push(delta)
+
+    def prompt_text(self) -> tuple[str, list[int]]:
+        """The prompt as text and where each token begins in it, without a half character at the end."""
+        skip = self.request.params.skip_special_tokens
+        return prompt_text(self.tokenizer, self.request.prompt_token_ids, skip_special_tokens=skip)
+
+
+class OutputBuilder(RequestText):
+    """Deltas of one request -> its RequestOutput, which grows with them."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str | None = None):
+        super().__init__(tokenizer, request)
+        with_logprobs = request.params.logprobs is not None
+        self.output = RequestOutput(
+            request_id=request.request_id,
+            prompt=prompt,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=[
+                CompletionOutput(
+                    i, logprobs=[] if with_logprobs else None, cumulative_logprob=0.0 if with_logprobs else None
+                )
+                for i in range(request.params.n)
+            ],
+        )
+
+    def push(self, delta: SequenceDelta) -> TextDelta:
+        shown = super().push(delta)
+        self.output.num_cached_tokens = self.cached_tokens
+        params = self.request.params
+        if delta.prompt_logprobs is not None and params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [
+                entry and logprob_dict(self.tokenizer, entry, params.prompt_logprobs) for entry in delta.prompt_logprobs
+            ]
+        if shown:
+            self._add(shown)
+        return shown
+
+    def _add(self, shown: TextDelta) -> None:
+        output = self.output.outputs[shown.index]
+        output.text += shown.text
+        output.token_ids += shown.token_ids
+        if output.logprobs is not None:
+            count = self.request.params.logprobs or 0
+            output.logprobs += [logprob_dict(self.tokenizer, entry, count) for entry in shown.logprobs]
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprob for e in shown.logprobs)
+        output.finish_reason, output.stop_reason = shown.finish_reason, shown.stop_reason
+        self.output.finished = self.finished
+
+
+def logprob_dict(tokenizer: Tokenizer, entry: TokenLogprobs, count: int) -> dict[int, Logprob]:
+    """Token id -> Logprob: the token itself first, then the `count` likeliest."""
+    chosen = {entry.token_id: Logprob(entry.logprob, entry.rank, token_text(tokenizer.token_bytes(entry.token_id)))}
+    for rank, (token_id, logprob) in enumerate(zip(entry.top_ids[:count], entry.top_logprobs, strict=False), 1):
+        if token_id not in chosen:
+            chosen[token_id] = Logprob(logprob, rank, token_text(tokenizer.token_bytes(token_id)))
+    return chosen
+
+
+def finite(logprob: float) -> float:
+    """A logprob as JSON can say it."""
+    return max(logprob, MIN_LOGPROB) if not math.isnan(logprob) else MIN_LOGPROB

@@ -1,0 +1,133 @@
+"""The HTTP server: an aiohttp application over a Frontend and an EngineClient, and how it runs in production."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import ConfigError
+from jaxserve.frontend import Frontend
+from jaxserve.http.auth import auth_middleware
+from jaxserve.http.errors import error_middleware
+from jaxserve.http.metrics import traffic_log
+from jaxserve.http.routes import ROUTES
+from jaxserve.http.state import SERVER, Server
+from jaxserve.metrics import Metrics
+from jaxserve.request import EngineClient
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 30.0  # that running calls get to finish after SIGTERM
+ABORT_S = 5.0  # that cancelled calls then get to send their last event
+KEEPALIVE_S = 75.0
+
+
+def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> web.Application:
+    """The application, without a port to listen on."""
+    names = config.served_model_name or [config.model]
+    middlewares = [error_middleware, *([auth_middleware(config.api_key)] if config.api_key else [])]
+    app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
+    app[SERVER] = Server(frontend, client, config, Metrics(lambda: client.stats, names[0]), names)
+    app.add_routes(ROUTES)
+    app.cleanup_ctx.append(traffic_log)
+    app.on_cleanup.append(_close_calls)
+    return app
+
+
+async def _close_calls(app: web.Application) -> None:
+    await asyncio.gather(*app[SERVER].closing, return_exceptions=True)
+
+
+@asynccontextmanager
+async def listening(
+    frontend: Frontend,
+    client: EngineClient,
+    config: ServeConfig,
+    *,
+    grace_s: float = GRACE_S,
+    hurry: asyncio.Event | None = None,
+) -> AsyncIterator[str]:
+    """A server at work; yields its URL. On leaving it stops accepting, and running calls get `grace_s` seconds.
+
+    `hurry`, once set, ends these seconds.
+
+    Raises ConfigError if it cannot listen there.
+    """
+    app = make_app(frontend, client, config)
+    # handler_cancellation: a client that goes away cancels its handler, and so its request in the engine.
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=ABORT_S
+    )
+    await runner.setup()
+    site = web.TCPSite(runner, config.host, config.port)
+    try:
+        await _start(site, config)
+        yield _url(config.host, runner.addresses[0][1])
+        await site.stop()
+        await _finish(app[SERVER], grace_s, hurry or asyncio.Event())
+    finally:
+        await runner.cleanup()
+
+
+async def _start(site: web.TCPSite, config: ServeConfig) -> None:
+    try:
+        await site.start()
+    except OSError as error:
+        where, reason = f"{config.host}:{config.port}", error.strerror or error
+        if error.errno == errno.EADDRINUSE:
+            reason = "the port is in use; choose another with --port, or 0 for any free one"
+        raise ConfigError(f"cannot listen on {where}: {reason}", param="port") from None
+
+
+async def _finish(server: Server, grace_s: float, hurry: asyncio.Event) -> None:
+    """Waits for the running calls, then ends what is left at the engine: its answer says "abort"."""
+    if server.running:
+        log.info("finishing %d running requests, for at most %g s", len(server.running), grace_s)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            while server.running and not hurry.is_set():
+                await asyncio.sleep(0.02)
+    if left := list(server.running):
+        log.warning("cancelling %d requests that did not finish in time", len(left))
+        await asyncio.gather(*map(server.client.cancel, left), return_exceptions=True)
+
+
+def _url(host: str, port: int) -> str:
+    shown = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}.get(host, host)
+    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+
+
+def print_ready(url: str) -> None:
+    print(f"jaxserve is ready: {url}/v1", flush=True)
+
+
+async def serve(
+    frontend: Frontend,
+    client: EngineClient,
+    config: ServeConfig,
+    *,
+    on_ready: Callable[[str], None] = print_ready,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Serves until SIGINT or SIGTERM; a second one ends the grace period. `on_ready` is told the URL with its port."""
+    loop = asyncio.get_running_loop()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    with contextlib.ExitStack() as undo:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError):  # Windows has no such handlers: signals end the process
+                loop.add_signal_handler(number, on_signal)
+                undo.callback(loop.remove_signal_handler, number)
+        async with listening(frontend, client, config, grace_s=grace_s, hurry=hurry) as url:
+            on_ready(url)
+            await stop.wait()
+            log.info("shutting down")

@@ -1,0 +1,28 @@
+"""API keys: with any set, every route but the health check needs `Authorization: Bearer KEY`."""
+
+import hmac
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from jaxserve.errors import Unauthorized
+from jaxserve.http.errors import Handler
+
+OPEN_PATHS = ("/health",)
+
+
+def auth_middleware(keys: Sequence[str]):
+    """Refuses calls without one of `keys`. All keys are compared, each in constant time."""
+    expected = [key.encode() for key in keys]
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path not in OPEN_PATHS:
+            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            key = given.strip().encode("utf-8", "surrogateescape")
+            matches = [hmac.compare_digest(key, each) for each in expected]
+            if scheme.lower() != "bearer" or not any(matches):
+                raise Unauthorized("a valid API key is needed: send the header `Authorization: Bearer KEY`")
+        return await handler(request)
+
+    return check

@@ -1,0 +1,184 @@
+"""POST /v1/completions."""
+
+import time
+import uuid
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET
+
+from jaxserve.detokenize import TextDelta
+from jaxserve.errors import RequestError
+from jaxserve.frontend import RequestText
+from jaxserve.http.generate import Generation, Shown, drain, off_loop, stream_answer, usage
+from jaxserve.http.health import FINGERPRINT
+from jaxserve.http.logprobs import LogprobShapes
+from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
+from jaxserve.http.schema import COMPLETION_MAX_TOKENS, CompletionBody
+from jaxserve.http.sse import event
+from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.request import Request, SamplingParams
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    server, arrival_s = request.app[SERVER], time.monotonic()
+    body, sampling = server.parse(CompletionBody, await read_object(request))
+    score_only = body.echo and sampling.get("max_tokens") == 0
+    params = make_params(server, body, sampling, score_only)
+    prompts = body.prompts()
+    call_id = f"cmpl-{uuid.uuid4().hex}"
+    size_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, arrival_s)
+    texts = [server.frontend.text(each) for each in requests]
+    answer = CompletionAnswer(server, call_id, body, texts, prompts, score_only, "prompt_logprobs" in sampling)
+    generation = Generation(server, texts)
+    if body.stream:
+        return await stream_answer(request, generation, answer.chunk, answer.last)
+    await drain(generation)
+    return web.Response(body=msgspec.json.encode(answer.whole()), content_type="application/json")
+
+
+def make_params(
+    server: Server, body: CompletionBody, sampling: dict[str, Any], score_only: bool = False
+) -> SamplingParams:
+    """The sampling params of the call. `score_only` (echo without output) generates one token that is not shown."""
+    sampling = {"max_tokens": COMPLETION_MAX_TOKENS, **sampling}
+    if body.stream and "prompt_logprobs" in sampling:
+        raise RequestError("prompt_logprobs may not be combined with stream=true", param="prompt_logprobs")
+    if score_only:
+        if sampling.get("min_tokens"):
+            raise RequestError("min_tokens must be 0 with max_tokens=0", param="min_tokens")
+        sampling["max_tokens"] = 1
+    elif sampling["max_tokens"] == 0:
+        raise RequestError("max_tokens must be at least 1 (0 needs echo=true), got 0", param="max_tokens")
+    params = server.frontend.params(**sampling)
+    if body.echo and params.logprobs is not None:
+        params.prompt_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
+    return params
+
+
+def _make_requests(
+    server: Server,
+    call_id: str,
+    body: CompletionBody,
+    params: SamplingParams,
+    prompts: list[str | list[int]],
+    arrival_s: float,
+) -> list[Request]:
+    return [
+        server.frontend.make_request(
+            f"{call_id}-{i}",
+            prompt,
+            params,
+            priority=body.priority,
+            add_special_tokens=body.add_special_tokens,
+            timeout_s=server.config.request_timeout,
+            arrival_s=arrival_s,
+            prompt_field="prompt" if len(prompts) == 1 else f"prompt.{i}",
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+class CompletionAnswer:
+    """Writes the answer of one call, whole or in chunks."""
+
+    def __init__(
+        self,
+        server: Server,
+        call_id: str,
+        body: CompletionBody,
+        texts: list[RequestText],
+        prompts: list[str | list[int]],
+        score_only: bool,
+        with_prompt_logprobs: bool,
+    ):
+        params = texts[0].request.params
+        self._body, self._texts, self._prompts = body, texts, prompts
+        self._score_only = score_only
+        self._n = params.n
+        tokenizer, as_ids = server.frontend.tokenizer, body.return_tokens_as_token_ids
+        self._shapes = LogprobShapes(tokenizer, params.logprobs or 0, as_ids=as_ids)
+        self._with_logprobs = params.logprobs is not None
+        self._prompt_shapes = None
+        if with_prompt_logprobs:
+            self._prompt_shapes = LogprobShapes(tokenizer, params.prompt_logprobs or 0)
+        self._id, self._model = call_id, server.model_name(body.model)
+        self._created = int(time.time())
+        self._echoes: dict[int, tuple[str, list[int]]] = {}  # prompt -> its text and token offsets
+        self._begun: set[tuple[int, int]] = set()
+
+    def whole(self) -> Completion:
+        choices = [
+            self._choice(i, sequence.whole, first=True)
+            for i, text in enumerate(self._texts)
+            for sequence in text.sequences
+        ]
+        if self._prompt_shapes:
+            for choice in choices:
+                entries = self._texts[choice.index // self._n].prompt_logprobs
+                choice.prompt_logprobs = self._prompt_shapes.prompt(entries or [])
+        return self._completion(choices, with_usage=True, with_fingerprint=True)
+
+    def chunk(self, shown: Shown) -> bytes:
+        key = (shown.prompt_index, shown.delta.index)
+        choice = self._choice(shown.prompt_index, shown.delta, first=key not in self._begun)
+        self._begun.add(key)
+        return event(self._completion([choice], with_usage=self._body.continuous_usage))
+
+    def last(self) -> bytes:
+        if not self._body.include_usage:
+            return b""
+        return event(self._completion([], with_usage=True, with_fingerprint=True))
+
+    def _completion(
+        self, choices: list[CompletionChoice], *, with_usage: bool, with_fingerprint: bool = False
+    ) -> Completion:
+        return Completion(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage(self._texts, hidden_tokens=self._score_only) if with_usage else UNSET,
+            system_fingerprint=FINGERPRINT if with_fingerprint else UNSET,
+        )
+
+    def _choice(self, prompt_index: int, delta: TextDelta, *, first: bool) -> CompletionChoice:
+        """One choice, or a chunk of one; `first`: the echo of the prompt comes before it."""
+        if self._score_only:
+            delta = TextDelta(delta.index, finish_reason="length" if delta.finish_reason != "abort" else "abort")
+        echo = self._echo(prompt_index) if self._body.echo else ("", [])
+        choice = CompletionChoice(
+            index=prompt_index * self._n + delta.index,
+            text=echo[0] + delta.text if first else delta.text,
+            logprobs=self._logprobs(prompt_index, delta, echo, first) if self._with_logprobs else None,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+        )
+        if self._body.return_token_ids:
+            choice.token_ids = delta.token_ids
+            if first:
+                choice.prompt_token_ids = self._texts[prompt_index].request.prompt_token_ids
+        return choice
+
+    def _logprobs(
+        self, prompt_index: int, delta: TextDelta, echo: tuple[str, list[int]], first: bool
+    ) -> LegacyLogprobs:
+        text, offsets = echo
+        if not (first and self._body.echo):
+            return self._shapes.legacy(delta, base=len(text))
+        source = self._texts[prompt_index]
+        ids = source.request.prompt_token_ids
+        return self._shapes.legacy(delta, base=len(text), prompt=(ids, source.prompt_logprobs or [None], offsets))
+
+    def _echo(self, prompt_index: int) -> tuple[str, list[int]]:
+        """The prompt as it is echoed, and where its tokens begin: a text as it was sent, token ids as they read."""
+        if prompt_index not in self._echoes:
+            text, offsets = self._texts[prompt_index].prompt_text()
+            sent = self._prompts[prompt_index]
+            if isinstance(sent, str):
+                extra = len(text) - len(sent) if text.endswith(sent) else 0  # a space that the tokenizer put before it
+                text, offsets = sent, [min(max(offset - extra, 0), len(sent)) for offset in offsets]
+            self._echoes[prompt_index] = text, offsets
+        return self._echoes[prompt_index]

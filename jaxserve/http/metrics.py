@@ -1,0 +1,34 @@
+"""GET /metrics, and the log line about traffic."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from jaxserve.http.state import SERVER
+from jaxserve.metrics import LOG_PERIOD_S, TrafficLog
+
+log = logging.getLogger(__name__)
+
+
+async def metrics(request: web.Request) -> web.Response:
+    body = request.app[SERVER].metrics.text()
+    return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def traffic_log(app: web.Application) -> AsyncIterator[None]:
+    """While the app runs, logs a line per period with traffic."""
+
+    async def run() -> None:
+        traffic = TrafficLog(app[SERVER].metrics.stats)
+        while True:
+            await asyncio.sleep(LOG_PERIOD_S)
+            if line := traffic.line():
+                log.info(line)
+
+    task = asyncio.create_task(run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,24 @@
+"""All routes, one line each."""
+
+from aiohttp import web
+
+from jaxserve.http.chat import chat_completions
+from jaxserve.http.completions import completions
+from jaxserve.http.health import health, show_version
+from jaxserve.http.metrics import metrics
+from jaxserve.http.models import model, models
+from jaxserve.http.tokenize import detokenize, tokenize
+
+ROUTES = [
+    web.post("/v1/chat/completions", chat_completions),
+    web.post("/v1/completions", completions),
+    web.get("/v1/models", models),
+    web.get("/v1/models/{model:.+}", model),
+    web.post("/tokenize", tokenize),
+    web.post("/detokenize", detokenize),
+    web.get("/health", health),
+    web.get("/ping", health),
+    web.post("/ping", health),
+    web.get("/version", show_version),
+    web.get("/metrics", metrics),
+]

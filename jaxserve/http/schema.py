@@ -1,0 +1,321 @@
+"""Request bodies: bytes -> a typed body, or one RequestError that names field, limit and value.
+
+Sampling fields are those of SamplingParams (name, type, limits: declared there, once); the classes below add what only
+HTTP has. Checked in this order: JSON, names and types of fields, the model (404), values. null means the default.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+from jaxserve.errors import RequestError
+from jaxserve.request import MAX_LOGPROBS, SamplingParams, check_limits, knob, short
+
+MAX_PROMPTS = 1024
+COMPLETION_MAX_TOKENS = 16  # of a completion that names none
+
+# Fields of the OpenAI and vLLM APIs that are not implemented, and the values with which they ask for nothing.
+UNSUPPORTED: dict[str, tuple] = {
+    "audio": (),
+    "best_of": (1,),
+    "cache_salt": (),
+    "detokenize": (True,),
+    "documents": ([],),
+    "echo": (False,),
+    "ec_transfer_params": (),
+    "flat_logprobs": (False,),
+    "function_call": ("none",),
+    "functions": (),
+    "guided_choice": (),
+    "guided_decoding_backend": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_whitespace_pattern": (),
+    "include_reasoning": (True,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": (),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_embeds": (),
+    "reasoning_effort": ("none",),
+    "repetition_detection": (),
+    "request_id": (),
+    "response_format": ({"type": "text"},),
+    "return_assistant_tokens_mask": (False,),
+    "return_prompt_text": (False,),
+    "service_tier": ("auto", "default"),
+    "session_id": (),
+    "spaces_between_special_tokens": (True,),
+    "store": (False,),
+    "stream_interval": (1,),
+    "structured_outputs": (),
+    "suffix": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("none",),
+    "tools": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "web_search_options": (),
+}
+
+
+@dataclass(kw_only=True)
+class Body:
+    """Fields of every body."""
+
+    model: str | None = knob(None, "name of the model; absent or empty: the one served")
+
+    def check(self) -> None:
+        """Checks values. Raises RequestError."""
+        for f in dataclasses.fields(self):
+            check_limits(f.name, getattr(self, f.name), f.type, f.metadata)
+
+
+@dataclass(kw_only=True)
+class GenerateBody(Body):
+    """Fields of every body that asks for generated text."""
+
+    stream: bool = knob(False, "send the answer in pieces, as server-sent events")
+    stream_options: dict | None = knob(None, "include_usage, continuous_usage_stats")
+    priority: int = knob(0, "lower first, under --scheduling-policy priority", ge=-(2**31), le=2**31 - 1)
+    return_token_ids: bool = knob(False, "also send the ids of the prompt's and the output's tokens")
+    return_tokens_as_token_ids: bool = knob(False, "name tokens as token_id:N in logprobs")
+    # OpenAI fields that ask for nothing of us.
+    user: str | None = knob(None, "not used")
+    metadata: dict | None = knob(None, "not used")
+    safety_identifier: str | None = knob(None, "not used")
+    prompt_cache_key: str | None = knob(None, "not used")
+    prompt_cache_retention: str | None = knob(None, "not used")
+    parallel_tool_calls: bool | None = knob(None, "not used without tools")
+
+    def check(self) -> None:
+        super().check()
+        if self.stream_options is None:
+            return
+        if not self.stream:
+            raise RequestError("stream_options may only be given with stream=true", param="stream_options")
+        for name, value in self.stream_options.items():
+            if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
+                raise RequestError(f"unknown field {short(name)} in stream_options", param="stream_options")
+            if not isinstance(value, bool | None):
+                raise RequestError(f"stream_options.{name} must be bool, got {short(value)}", param="stream_options")
+        if self.stream_options.get("include_obfuscation"):
+            raise RequestError("stream_options.include_obfuscation is not supported yet", param="stream_options")
+
+    @property
+    def include_usage(self) -> bool:
+        """A last event with the usage of the whole call."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def continuous_usage(self) -> bool:
+        """The usage so far in every event."""
+        return bool((self.stream_options or {}).get("continuous_usage_stats"))
+
+
+@dataclass(kw_only=True)
+class CompletionBody(GenerateBody):
+    """POST /v1/completions."""
+
+    prompt: str | list = dataclasses.field(metadata={"doc": "a text, token ids, or a list of either"})
+    echo: bool = knob(False, "begin the output with the prompt")
+    add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as BOS, to a text")
+
+    def prompts(self) -> list[str | list[int]]:
+        return split_prompts(self.prompt)
+
+
+@dataclass(kw_only=True)
+class TemplateBody(Body):
+    """Fields of a body that holds a conversation."""
+
+    messages: list = dataclasses.field(metadata={"doc": "the conversation"})
+    add_special_tokens: bool = knob(False, "let the tokenizer add special tokens to those of the template")
+    add_generation_prompt: bool = knob(True, "end the prompt with the beginning of an assistant message")
+    continue_final_message: bool = knob(False, "let the model go on with the last message")
+    chat_template: str | None = knob(None, "refused: only the server may choose the template")
+    chat_template_kwargs: dict | None = knob(None, "more arguments of the template")
+
+    def check(self) -> None:
+        super().check()
+        if self.chat_template is not None:
+            raise RequestError(
+                "chat_template may not be given in a request; start the server with --chat-template FILE",
+                param="chat_template",
+            )
+
+
+@dataclass(kw_only=True)
+class ChatBody(GenerateBody, TemplateBody):
+    """POST /v1/chat/completions."""
+
+    max_completion_tokens: int | None = knob(None, "tokens to generate at most; wins over max_tokens", ge=1)
+    logprobs: bool = knob(False, "send the logprob of each token")
+    top_logprobs: int | None = knob(None, "likeliest tokens per position; needs logprobs", ge=0, le=MAX_LOGPROBS)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
+
+
+@dataclass(kw_only=True)
+class TokenizeBody(Body):
+    """POST /tokenize with a text."""
+
+    prompt: str = dataclasses.field(metadata={"doc": "the text"})
+    add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as BOS, to a text")
+    return_token_strs: bool = knob(False, "also send each token as text")
+
+
+@dataclass(kw_only=True)
+class TokenizeChatBody(TemplateBody):
+    """POST /tokenize with a conversation."""
+
+    return_token_strs: bool = knob(False, "also send each token as text")
+
+
+@dataclass(kw_only=True)
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    tokens: list = dataclasses.field(metadata={"doc": "token ids"})
+
+    def check(self) -> None:
+        super().check()
+        check_token_ids(self.tokens, "tokens")
+
+
+class FieldSpec(NamedTuple):
+    type: Any
+    required: bool
+    sampling: bool  # belongs to SamplingParams
+
+
+@cache
+def field_specs(cls: type[Body]) -> Mapping[str, FieldSpec]:
+    """Every field that a body of this class may have."""
+    specs = {}
+    if issubclass(cls, GenerateBody):
+        specs = {
+            f.name: FieldSpec(f.type, False, True)
+            for f in dataclasses.fields(SamplingParams)
+            if f.metadata.get("http", True)
+        }
+    for f in dataclasses.fields(cls):
+        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        specs[f.name] = FieldSpec(f.type, required, False)
+    return specs
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a request body. Raises RequestError."""
+    try:
+        raw = msgspec.json.decode(body)
+    except msgspec.MsgspecError as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the request body is nested too deeply") from None
+    if not isinstance(raw, dict):
+        raise RequestError(f"the request body must be a JSON object, got {short(raw)}")
+    return raw
+
+
+def parse[B: Body](
+    cls: type[B], raw: dict[str, Any], *, check_model: Callable[[str | None], object], ignore_unknown: bool
+) -> tuple[B, dict[str, Any]]:
+    """A typed body with everything but its sampling fields checked, and those fields. Raises RequestError, NotFound."""
+    given = _known_fields(cls, raw, ignore_unknown)
+    specs = field_specs(cls)
+    for name, value in given.items():
+        check_limits(name, value, specs[name].type, {})
+    for name, spec in specs.items():
+        if spec.required and name not in given:
+            raise RequestError(f"{name} is required", param=name)
+    check_model(given.get("model"))
+    body = cls(**{name: value for name, value in given.items() if not specs[name].sampling})
+    body.check()
+    sampling = {name: value for name, value in given.items() if specs[name].sampling}
+    if "logit_bias" in sampling:
+        sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
+    return body, sampling
+
+
+def _known_fields(cls: type[Body], raw: dict[str, Any], ignore_unknown: bool) -> dict[str, Any]:
+    """The fields of `raw` that are not null, all known. Raises RequestError naming what is not."""
+    specs = field_specs(cls)
+    given, unknown = {}, []
+    for name, value in raw.items():
+        if name in specs:
+            if value is not None:
+                given[name] = value
+        elif name in UNSUPPORTED and issubclass(cls, GenerateBody | TemplateBody):
+            _check_unsupported(name, value)
+        else:
+            unknown.append(name)
+    if unknown and not ignore_unknown:
+        close = difflib.get_close_matches(unknown[0][:64], specs, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        names = ", ".join(short(name) for name in unknown[:5])
+        raise RequestError(f"unknown field{'s' * (len(unknown) > 1)} {names}{hint}", param=unknown[0][:64])
+    return given
+
+
+def _check_unsupported(name: str, value: Any) -> None:
+    harmless = UNSUPPORTED[name]
+    if value is None or any(value == each and type(value) is type(each) for each in harmless):
+        return
+    but = f"; it may be {' or '.join(map(repr, harmless))}" if harmless else ""
+    raise RequestError(f"{name} is not supported yet{but}, got {short(value)}", param=name)
+
+
+def _logit_bias(raw: dict[str, Any]) -> dict[int, float]:
+    bias = {}
+    for key, value in raw.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 12):
+            raise RequestError(f"logit_bias: keys must be token ids, got {short(key)}", param="logit_bias")
+        check_limits(f"logit_bias[{key}]", value, float, {})
+        bias[int(key)] = float(value)
+    return bias
+
+
+def split_prompts(prompt: str | list) -> list[str | list[int]]:
+    """One text, one list of token ids, or a list of either -> a list of prompts."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt may not be empty", param="prompt")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return [prompt]
+    if kinds not in ({str}, {list}):
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise RequestError(
+            f"prompt must be a text, a list of token ids, or a list of either; got a list of {names}", param="prompt"
+        )
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
+    for i, ids in enumerate(prompt):
+        if isinstance(ids, list):
+            check_token_ids(ids, f"prompt.{i}")
+    return prompt
+
+
+def check_token_ids(ids: list, place: str) -> None:
+    """Raises RequestError unless all are integers (quick: there may be millions)."""
+    if not set(map(type, ids)) <= {int}:
+        bad = next(item for item in ids if type(item) is not int)
+        raise RequestError(f"{place} must hold token ids, got {short(bad)}", param=place)

@@ -1,0 +1,60 @@
+"""What the handlers of one app share."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import NotFound, PayloadTooLarge, UnsupportedMediaType
+from jaxserve.frontend import Frontend
+from jaxserve.http import schema
+from jaxserve.metrics import Metrics
+from jaxserve.request import EngineClient, short
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The parts of a running server.
+
+    running: ids of the engine requests of open calls
+    closing: tasks that cancel what calls left behind
+    """
+
+    frontend: Frontend
+    client: EngineClient
+    config: ServeConfig
+    metrics: Metrics
+    model_names: Sequence[str]
+    started: int = field(default_factory=lambda: int(time.time()))
+    running: set[str] = field(default_factory=set)
+    closing: set[asyncio.Task] = field(default_factory=set)
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer with. Raises NotFound if this is no name of the model."""
+        name = asked or self.model_names[0]
+        if name not in self.model_names:
+            raise NotFound(f"The model {short(asked)} does not exist.", param="model")
+        return name
+
+    def parse[B: schema.Body](self, cls: type[B], raw: dict[str, Any]) -> tuple[B, dict[str, Any]]:
+        """See schema.parse."""
+        ignore = self.config.ignore_unknown_fields
+        return schema.parse(cls, raw, check_model=self.model_name, ignore_unknown=ignore)
+
+
+SERVER = web.AppKey("server", Server)
+
+
+async def read_object(request: web.Request) -> dict[str, Any]:
+    """The JSON object that was sent. Raises UnsupportedMediaType, PayloadTooLarge, RequestError."""
+    if request.content_type != "application/json":
+        given = short(request.headers.get("Content-Type", "none"))
+        raise UnsupportedMediaType(f"the Content-Type must be application/json, got {given}")
+    limit = request.client_max_size
+    if (size := request.content_length or 0) > limit:
+        raise PayloadTooLarge(f"the request body has {size} bytes; the limit is {limit} bytes (--max-body-bytes)")
+    return schema.decode_object(await request.read())

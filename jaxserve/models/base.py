@@ -1,0 +1,205 @@
+"""What every model family agrees on: the config of a decoder, and how a checkpoint's tensors become its parameters.
+
+A family (llama.py, qwen3.py, ...) turns a Hugging Face config.json into a `ModelConfig` and names its tensors as
+`Piece`s. The decoder itself is written once, in layers.py. Nothing here imports jax.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxserve.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder, fully resolved: no defaults of any family are left to fill in. Hashable, static under jit."""
+
+    architecture: str
+    vocab_size: int  # V: rows of the embedding
+    num_layers: int  # L
+    hidden_size: int  # D
+    ffn_size: int  # F
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    max_model_len: int  # positions the model was made for
+    norm_eps: float
+    rope_frequencies: tuple[float, ...]  # [H // 2] radians per position
+    rope_magnitude: float = 1.0  # factor on cos and sin (yarn)
+    sliding_windows: tuple[int | None, ...]  # [L]; a window of w sees the token itself and the w - 1 before it
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over H of q and k, before rope
+
+    @property
+    def qkv_size(self) -> int:
+        """Columns of the merged q/k/v matrix: (N + 2K) * H."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        return self.head_dim**-0.5
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V that one token holds over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+class Piece(NamedTuple):
+    """Where one checkpoint tensor goes. Pieces with the same `param` are joined in the order of `part`.
+
+    layer None: parts are joined on the output axis, then transposed if `transpose` ([out, in] -> [in, out]).
+    layer i:    the tensor is row i (columns joined by `part`) of an array stacked over layers.
+    """
+
+    param: str
+    shape: tuple[int, ...]  # as the checkpoint has it
+    part: int = 0
+    layer: int | None = None
+    transpose: bool = True
+
+
+def decoder_config(
+    hf: Mapping[str, Any],
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    sliding_windows: tuple[int | None, ...] | None = None,
+    **family: Any,
+) -> ModelConfig:
+    """ModelConfig from a config.json that uses the Llama names. `kv_heads` and `head_dim` are the family's defaults
+    where the file is silent (None: as many as heads, and D / N); `family` sets further fields.
+
+    Raises ConfigError naming what is missing or not supported.
+    """
+    _refuse_unsupported(hf)
+    heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
+    layers = need(hf, "num_hidden_layers")
+    resolved_head_dim = hf.get("head_dim") or head_dim or hidden // heads
+    kv = hf.get("num_key_value_heads") or kv_heads or heads
+    if heads % kv:
+        raise ConfigError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv})")
+    max_len = hf.get("max_position_embeddings") or 2048
+    frequencies, magnitude = rope_frequencies(hf, resolved_head_dim, max_len)
+    return ModelConfig(
+        architecture=hf["architectures"][0],
+        vocab_size=need(hf, "vocab_size"),
+        num_layers=layers,
+        hidden_size=hidden,
+        ffn_size=need(hf, "intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=resolved_head_dim,
+        max_model_len=max_len,
+        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope_frequencies=frequencies,
+        rope_magnitude=magnitude,
+        sliding_windows=sliding_windows or (None,) * layers,
+        tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        **family,
+    )
+
+
+def need(hf: Mapping[str, Any], key: str) -> Any:
+    """A value that config.json must have."""
+    if hf.get(key) is None:
+        raise ConfigError(f"config.json of the model has no {key!r}")
+    return hf[key]
+
+
+def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
+    act = hf.get("hidden_act", "silu")
+    if act not in ("silu", "swish"):
+        raise ConfigError(f"hidden_act {act!r} is not supported: only silu is")
+    if quant := hf.get("quantization_config"):
+        method = quant.get("quant_method", "unknown") if isinstance(quant, Mapping) else quant
+        raise ConfigError(f"quantized weights ({method!r}) are not supported: use unquantized ones or a GGUF file")
+    if hf.get("partial_rotary_factor", 1.0) != 1.0 or _rope_parameters(hf).get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+
+
+# ---- rotary embedding: all kinds of scaling end as one vector of frequencies and one magnitude
+
+
+def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_scaling (transformers 4) or rope_parameters (5), as one dict with rope_type and rope_theta."""
+    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    rope.setdefault("rope_type", rope.get("type") or "default")
+    rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
+    return rope
+
+
+def rope_frequencies(hf: Mapping[str, Any], head_dim: int, max_len: int) -> tuple[tuple[float, ...], float]:
+    """(frequencies [H // 2] in radians per position, magnitude of cos and sin) of a config.json.
+
+    Raises ConfigError for a rope type that is not in the table below.
+    """
+    rope = _rope_parameters(hf)
+    base = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    kind = rope["rope_type"]
+    if kind not in _ROPE_TYPES:
+        raise ConfigError(f"rope type {kind!r} is not supported: only {', '.join(_ROPE_TYPES)} are")
+    frequencies, magnitude = _ROPE_TYPES[kind](base, rope, head_dim, max_len)
+    return tuple(float(f) for f in frequencies.astype(np.float32)), float(magnitude)
+
+
+def _default(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
+    return base, 1.0
+
+
+def _linear(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
+    return base / need(rope, "factor"), 1.0
+
+
+def _factors(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
+    """One divisor per frequency: what GGUF files carry as rope_freqs."""
+    factors = np.asarray(need(rope, "factors"), np.float64)
+    if factors.shape != base.shape:
+        raise ConfigError(f"rope factors have shape {factors.shape}, the head needs {base.shape}")
+    return base / factors, 1.0
+
+
+def _llama3(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    factor, old_len = need(rope, "factor"), need(rope, "original_max_position_embeddings")
+    low, high = need(rope, "low_freq_factor"), need(rope, "high_freq_factor")
+    waves = old_len * base / (2 * math.pi)  # full turns within the original context
+    blend = np.clip((waves - low) / (high - low), 0.0, 1.0)
+    return base * blend + base / factor * (1 - blend), 1.0
+
+
+def _yarn(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
+    """YaRN (arXiv:2309.00071), as transformers computes it: ramp between kept and interpolated frequencies."""
+    old_len = rope.get("original_max_position_embeddings") or max_len
+    factor = rope.get("factor") or max_len / old_len
+
+    def dimension(turns: float) -> float:
+        """Index of the frequency that makes `turns` full turns within the original context."""
+        return head_dim * math.log(old_len / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return base / factor * ramp + base * (1 - ramp), _yarn_magnitude(rope, factor)
+
+
+def _yarn_magnitude(rope: dict, factor: float) -> float:
+    def magnitude(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if (given := rope.get("attention_factor")) is not None:
+        return given
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        return magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    return magnitude(1.0)
+
+
+_ROPE_TYPES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "factors": _factors}

@@ -1,0 +1,63 @@
+"""From bytes to pages: how large the KV pool is, and what fits into it."""
+
+import logging
+from dataclasses import dataclass
+
+from jaxserve.errors import DoesNotFit
+from jaxserve.shapes import ceil_div
+
+log = logging.getLogger(__name__)
+
+GiB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSize:
+    """The KV pool of an engine: pages include page 0, the trash page that padding writes to."""
+
+    num_pages: int
+    page_size: int
+    page_bytes: int
+    max_model_len: int  # the longest sequence that this engine takes
+
+    @property
+    def num_tokens(self) -> int:
+        return (self.num_pages - 1) * self.page_size
+
+    def __str__(self) -> str:
+        return (
+            f"KV cache: {self.num_pages - 1} pages of {self.page_size} tokens = {self.num_tokens} tokens "
+            f"({self.num_pages * self.page_bytes / GiB:.2f} GiB); {self.num_tokens / self.max_model_len:.1f} sequences of "
+            f"max_model_len {self.max_model_len} fit"
+        )
+
+
+def size_pool(
+    budget_bytes: int, *, page_size: int, bytes_per_token: int, max_model_len: int | None, model_max_len: int
+) -> PoolSize:
+    """How many pages a byte budget holds; `max_model_len` None takes the longest that fits.
+
+    Raises DoesNotFit if one sequence of max_model_len tokens is more than the budget.
+    """
+    page_bytes = page_size * bytes_per_token
+    num_pages = budget_bytes // page_bytes
+    longest = max(num_pages - 1, 0) * page_size
+    if longest < 2:
+        raise DoesNotFit(
+            f"no memory is left for the KV cache: one page needs {page_bytes / GiB:.3f} GiB and there are "
+            f"{max(budget_bytes, 0) / GiB:.3f} GiB; raise --gpu-memory-utilization or use a smaller model",
+            param="gpu_memory_utilization",
+        )
+    if max_model_len is None:
+        max_model_len = min(longest, model_max_len)
+        if max_model_len < model_max_len:
+            log.info("max_model_len is %d: the longest that fits (the model's own is %d)", max_model_len, model_max_len)
+    need = (ceil_div(max_model_len, page_size) + 1) * page_bytes
+    if need > num_pages * page_bytes:
+        raise DoesNotFit(
+            f"one sequence of --max-model-len {max_model_len} needs {need / GiB:.2f} GiB of KV cache and there are "
+            f"{budget_bytes / GiB:.2f} GiB; the longest that fits is {longest}: pass --max-model-len {longest} (or auto), "
+            "or give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization",
+            param="max_model_len",
+        )
+    return PoolSize(num_pages, page_size, page_bytes, max_model_len)

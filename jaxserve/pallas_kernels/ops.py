@@ -1,0 +1,129 @@
+"""The registry of attention backends: which kernels a device gets, and what they offer to the step.
+
+To add a backend: one file `<op>_<backend>.py`, one entry in `_BACKENDS`, and its name in config.py's choices.
+"""
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from jax import Array
+
+from jaxserve.errors import ConfigError
+from jaxserve.pallas_kernels import reference
+from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+
+log = logging.getLogger(__name__)
+
+# wgmma exists on Hopper alone: Ampere and Ada lack it, Blackwell replaced it
+_HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Attention kernels of one kind for one platform. All functions are traced inside the step's jit.
+
+    prepare(meta) -> meta: once per step, what all layers share.
+    write_kv(kv, k [T, K, H], v [T, K, H], meta) -> KVPages: donates `kv`; padding tokens go to page 0.
+    attention(q [T, N, H], kv, meta, *, scale, sliding_window=None, softcap=None) -> [T, N, H].
+    """
+
+    name: str
+    platform: str  # "cpu", "gpu" or "tpu"
+    page_sizes: tuple[int, ...]
+    default_page_size: int
+    prepare: Callable[[AttentionInput], AttentionInput]
+    write_kv: Callable[[KVPages, Array, Array, AttentionInput], KVPages]
+    attention: Callable[..., Array]
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a backend is chosen by."""
+
+    platform: str  # as jax's Device.platform: "cpu", "gpu" (also "cuda"), "tpu"
+    kind: str  # as jax's Device.device_kind, e.g. "NVIDIA H200"
+    dtype: str | None  # of the model and its KV pages; None: not known, not checked
+    head_dim: int | None
+    group: int | None  # query heads per kv head
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.platform})"
+
+
+def resolve_backend(
+    name: str,
+    platform: str,
+    device_kind: str,
+    *,
+    dtype: str | None = None,
+    head_dim: int | None = None,
+    group: int | None = None,
+) -> Backend:
+    """The backend of that name, or the best one for the device if `name` is "auto"; logs the choice.
+
+    Raises ConfigError if there is no such backend, or if one that was asked for by name cannot run here.
+    """
+    device = Device("gpu" if platform in ("cuda", "rocm") else platform, device_kind, dtype, head_dim, group)
+    if name != "auto":
+        if name not in _BACKENDS:
+            known = ", ".join(["auto", *_BACKENDS])
+            raise ConfigError(f"--attention-backend must be one of {known}, got {name!r}", param="attention_backend")
+        why_not, make = _BACKENDS[name]
+        if reason := why_not(device):
+            raise ConfigError(f"--attention-backend {name} cannot run: {reason}", param="attention_backend")
+        log.info("attention backend: %s on %s, as asked", name, device)
+        return make(device)
+    for name, (why_not, make) in _BACKENDS.items():
+        if reason := why_not(device):
+            log.info("attention backend %s passed over: %s", name, reason)
+            continue
+        log.info("attention backend: %s on %s", name, device)
+        return make(device)
+    raise AssertionError("the reference backend runs everywhere")
+
+
+def _make_reference(device: Device) -> Backend:
+    tuning = reference.CPU_TUNING if device.platform == "cpu" else reference.GPU_TUNING
+    return Backend(
+        name="reference",
+        platform=device.platform,
+        page_sizes=(16, 32, 64, 128, 256),
+        default_page_size=16,
+        prepare=partial(reference.prepare, tuning=tuning),
+        write_kv=reference.write_kv,
+        attention=partial(reference.attention, tuning=tuning),
+    )
+
+
+def _why_not_mosaic_gpu(device: Device) -> str | None:
+    if device.platform != "gpu" or not _HOPPER.search(device.kind):
+        return f"it needs an NVIDIA Hopper GPU (H100, H200, H800, H20, GH200), and this is {device}"
+    from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel
+
+    return kernel.unsupported(dtype=device.dtype, head_dim=device.head_dim, group=device.group)
+
+
+def _make_mosaic_gpu(device: Device) -> Backend:
+    from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel
+    from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable
+
+    make_kernel_hashes_stable()
+    return Backend(
+        name="mosaic_gpu",
+        platform=device.platform,
+        page_sizes=kernel.PAGE_SIZES,
+        default_page_size=64,
+        prepare=partial(reference.prepare, tuning=reference.GPU_TUNING),
+        write_kv=reference.write_kv,
+        attention=kernel.attention,
+    )
+
+
+# Best first: `auto` takes the first that can run. Each: why it cannot run on a device (None: it can), how it is made.
+_BACKENDS: dict[str, tuple[Callable[[Device], str | None], Callable[[Device], Backend]]] = {
+    "mosaic_gpu": (_why_not_mosaic_gpu, _make_mosaic_gpu),
+    "reference": (lambda device: None, _make_reference),
+}

@@ -1,0 +1,321 @@
+"""What a client asked for, what the engine answers, and the seam between the two. Never imports jax.
+
+    SamplingParams   how to turn logits into tokens; every knob is declared once here
+    Request          one accepted prompt with its resolved params, as the engine sees it
+    SequenceDelta    what one step added to one sequence of a request
+    RequestOutput    the whole answer, as the offline API returns it
+    EngineClient     the seam: submit a request, iterate its deltas
+"""
+
+import math
+import reprlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from jaxserve.errors import ErrorInfo, RequestError
+
+MAX_LOGPROBS = 20  # candidates returned per token at most
+MAX_STOP_IDS = 64  # stop_token_ids plus EOS ids, per request
+MAX_LOGIT_BIAS = 1024  # entries of logit_bias, per request
+MAX_BAD_WORDS = 128  # strings in bad_words
+MAX_BAD_WORD_TOKENS = 16  # tokens of one bad word
+MAX_STOP_STRINGS = 16
+GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
+
+
+def knob(default: Any, doc: str, **limits: Any) -> Any:
+    """Declares one sampling knob: default, doc, and `ge`, `gt`, `le`, `lt` limits; `http=False` keeps it offline only.
+
+    `pack="f32"` or `"i32"` sends the value to the device with every step of the sequence, in declaration order.
+    """
+    metadata = {"doc": doc, **limits}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How to turn logits into tokens. Names and rules are those of vLLM's class of the same name.
+
+    Raises RequestError (a ValueError) naming field, limit and value.
+    """
+
+    n: int = knob(1, "sequences to generate for the prompt", ge=1, le=128)
+    max_tokens: int | None = knob(16, "tokens to generate at most; None: up to the context limit", ge=1)
+    min_tokens: int = knob(0, "tokens before EOS, stop ids and stop strings count", ge=0)
+    temperature: float = knob(1.0, "0 is greedy", ge=0, le=2, pack="f32")
+    top_p: float = knob(1.0, "smallest set of tokens whose probabilities add up to this", gt=0, le=1, pack="f32")
+    top_k: int = knob(0, "most likely tokens considered; 0 or -1: all", ge=-1, pack="i32")
+    min_p: float = knob(0.0, "least probability considered, relative to the likeliest", ge=0, le=1, pack="f32")
+    presence_penalty: float = knob(0.0, "subtracted once from tokens already generated", ge=-2, le=2, pack="f32")
+    frequency_penalty: float = knob(0.0, "subtracted per earlier generation of the token", ge=-2, le=2, pack="f32")
+    repetition_penalty: float = knob(1.0, "divides logits of tokens in prompt or output", gt=0, le=100, pack="f32")
+    logit_bias: dict[int, float] | None = knob(None, "added to the logits of these token ids, clamped to +-100")
+    allowed_token_ids: list[int] | None = knob(None, "the only token ids that may be generated")
+    bad_words: list[str] | None = knob(None, "strings that may not be generated")
+    seed: int | None = knob(None, "same seed, same text; None or -1: drawn by the engine", ge=-1, le=2**63 - 1)
+    stop: list[str] | str | None = knob(None, "strings that end the generation")
+    stop_token_ids: list[int] | None = knob(None, "token ids that end the generation")
+    ignore_eos: bool = knob(False, "go on after an end-of-sequence token")
+    include_stop_str_in_output: bool = knob(False, "keep the stop string in the text")
+    logprobs: int | None = knob(None, "candidates per generated token, beside the sampled one", ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = knob(None, "candidates per prompt token", ge=0, le=MAX_LOGPROBS)
+    detokenize: bool = knob(True, "produce text, not only token ids", http=False)
+    skip_special_tokens: bool = knob(True, "leave special tokens out of the text")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_limits(f.name, getattr(self, f.name), f.type, f.metadata)
+        self.top_k = max(self.top_k, 0)
+        self.seed = None if self.seed == -1 else self.seed
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
+        self.bad_words = list(self.bad_words or [])
+        self._check_lists()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
+            )
+        if self.greedy and self.n > 1:
+            raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}", param="n")
+
+    def _check_lists(self) -> None:
+        for name, limit in (
+            ("stop", MAX_STOP_STRINGS),
+            ("bad_words", MAX_BAD_WORDS),
+            ("logit_bias", MAX_LOGIT_BIAS),
+            ("stop_token_ids", MAX_STOP_IDS - 8),
+        ):
+            if (size := len(getattr(self, name) or ())) > limit:
+                raise RequestError(f"{name} takes at most {limit} entries, got {size}", param=name)
+        for name in ("stop", "bad_words"):
+            if any(not s for s in getattr(self, name)):
+                raise RequestError(f"{name} may not contain an empty string", param=name)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids may not be empty", param="allowed_token_ids")
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            if bad := [i for i in getattr(self, name) or () if i < 0]:
+                raise RequestError(f"{name} must be token ids (0 or more), got {bad[0]}", param=name)
+        if self.logit_bias:
+            for token_id, bias in self.logit_bias.items():
+                if not math.isfinite(bias):
+                    raise RequestError(f"logit_bias[{token_id}] must be finite, got {bias}", param="logit_bias")
+            self.logit_bias = {i: min(max(b, -100.0), 100.0) for i, b in self.logit_bias.items()}
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs detokenize=True", param="stop")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raises RequestError if a token id named by a knob is outside the vocabulary."""
+        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+            if bad := [i for i in getattr(self, name) or () if not 0 <= i < vocab_size]:
+                raise RequestError(
+                    f"{name}: token id {bad[0]} is outside the vocabulary (0 to {vocab_size - 1})", param=name
+                )
+
+
+def type_names(annotation: Any) -> tuple[type, ...]:
+    """The plain Python types that an annotation such as `list[int] | None` admits."""
+    args = getattr(annotation, "__args__", None)
+    if args is None or hasattr(annotation, "__origin__") and annotation.__origin__ in (list, dict):
+        return (getattr(annotation, "__origin__", annotation),)
+    return tuple(t for a in args for t in type_names(a))
+
+
+def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
+    """Raises RequestError unless `value` has the annotated type and lies within `ge`, `gt`, `le`, `lt`."""
+    types = type_names(annotation)
+    if value is None and type(None) in types:
+        return
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = (
+        (bool in types and isinstance(value, bool))
+        or (float in types and is_number)
+        or (int in types and isinstance(value, int) and not isinstance(value, bool))
+        or any(t in (str, list, dict) and isinstance(value, t) for t in types)
+    )
+    if not fits:
+        wanted = " or ".join(t.__name__ for t in types if t is not type(None))
+        raise RequestError(f"{name} must be {wanted}, got {short(value)}", param=name)
+    if isinstance(value, list):
+        _check_items(name, value, annotation)
+    if is_number:
+        if float in types and not _is_finite(value):
+            raise RequestError(f"{name} must be finite, got {short(value)}", param=name)
+        for key, sign, holds in (
+            ("ge", "at least", lambda v, x: v >= x),
+            ("gt", "greater than", lambda v, x: v > x),
+            ("le", "at most", lambda v, x: v <= x),
+            ("lt", "less than", lambda v, x: v < x),
+        ):
+            if key in limits and not holds(value, limits[key]):
+                raise RequestError(f"{name} must be {sign} {limits[key]}, got {short(value)}", param=name)
+
+
+def _is_finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond every float
+        return False
+
+
+def _check_items(name: str, value: list, annotation: Any) -> None:
+    item = next(
+        (a.__args__[0] for a in (annotation, *getattr(annotation, "__args__", ())) if getattr(a, "__origin__", 0) is list),
+        None,
+    )
+    for i, v in enumerate(value):
+        if item is not None and (not isinstance(v, item) or isinstance(v, bool)):
+            raise RequestError(f"{name}[{i}] must be {item.__name__}, got {short(v)}", param=name)
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """A value as an error message may show it: never the whole of a large body."""
+    text = repr(value[:limit]) if isinstance(value, str) else reprlib.repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+@dataclass(slots=True, kw_only=True)
+class Request:
+    """One accepted prompt, as the engine sees it. Built by the front end (frontend.py); the engine never sees text."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int  # resolved: prompt + max_tokens <= max_model_len
+    stop_ids: list[int] = field(default_factory=list)  # EOS ids (unless ignore_eos) and stop_token_ids
+    bad_words_ids: list[list[int]] = field(default_factory=list)
+    seed: int | None = None  # None: drawn by the engine
+    priority: int = 0  # lower first, under --scheduling-policy priority
+    arrival_s: float = 0.0  # time.monotonic()
+    deadline_s: float | None = None  # time.monotonic() after which it ends with finish_reason "timeout"
+
+
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one token position, from the raw logits (before temperature and penalties)."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(slots=True)
+class SequenceDelta:
+    """What one step added to one sequence. `index` counts the n sequences of the request.
+
+    finish_reason: None (goes on), "stop" (stop_reason: the id, None for EOS), "length", "abort", "timeout", "error".
+    An accepted request first gets one delta with no tokens and index -1; a refused one gets `error` and ends.
+    """
+
+    request_id: str
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    cached_tokens: int = 0
+    queue_s: float = 0.0  # time spent waiting before the first launch
+    error: ErrorInfo | None = None
+
+
+@dataclass(slots=True)
+class Logprob:
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One finished or growing sequence, as the offline API returns it."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt: `outputs` has n entries, ordered by index."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class EngineInfo:
+    """Fixed facts about a running engine, told to each front end when it connects."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    page_size: int
+    num_pages: int
+    device: str
+    dtype: str
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since start, gauges of now; sent to the front end with the deltas and shown by /metrics."""
+
+    running: int = 0
+    waiting: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    prefix_cache_query_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    steps: int = 0
+    compiles_after_warmup: int = 0
+    allocated_token_slots: int = 0  # token slots in pages held by running sequences, now
+    used_token_slots: int = 0  # of those, holding a token
+
+
+class EngineClient(Protocol):
+    """The seam between a front end and an engine: in process, or over a socket."""
+
+    info: EngineInfo
+    stats: EngineStats
+
+    async def submit(self, request: Request) -> AsyncIterator[SequenceDelta]:
+        """Returns once the engine accepted the request; raises its refusal (QueueFull, RequestError, EngineDead).
+
+        The iterator ends when all n sequences are finished. Closing it early cancels what is left.
+        """
+        ...
+
+    async def cancel(self, request_id: str, index: int | None = None) -> None:
+        """Ends one sequence, or all of the request's."""
+        ...
+
+    def healthy(self) -> bool: ...
+
+
+def knob_names(pack: str) -> tuple[str, ...]:
+    """Names of the knobs that travel to the device as `pack` ("f32" or "i32"), in declaration order."""
+    return tuple(f.name for f in fields(SamplingParams) if f.metadata.get("pack") == pack)

@@ -1,0 +1,65 @@
+"""What crosses the edge of the jitted step: its bucket, its one packed input buffer, the state that stays on device.
+
+    host  ──  packed i32[n]  ──►  step  ──►  tokens i32[S], logprobs i32[S, C]  ──►  host
+                                   ▲│
+                   DeviceState, KV ┘└ donated: the same memory goes in and comes out
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Array, Int32
+
+from jaxserve.sampling_inputs import SlotExtras
+from jaxserve.shapes import Bucket, ceil_div
+
+# Columns of the per-row part of the packed buffer: first what is fixed while a sequence holds its slot ...
+FIXED_COLUMNS = ("slot", "flags", "sample_index", "seed_lo", "seed_hi", "prompt_len", "min_tokens")
+# ... then what changes each step: position of the row's first token, how many tokens, whether it draws one.
+STEP_COLUMNS = ("start", "count", "draw")
+
+
+class DeviceState(NamedTuple):
+    """What the device remembers of each slot. The last slot is a trash slot that padding rows point to."""
+
+    last_token: Int32[Array, " slots"]  # the id drawn last: step n+1 starts before the host has seen it
+    page_table: Int32[Array, "slots W"]  # page ids by position // page_size
+    extras: SlotExtras  # token history, masks, biases: only rows that use such a knob read them
+
+
+class StepOutput(NamedTuple):
+    """What a step gives back, still on the device. Float columns travel as the bits of int32."""
+
+    tokens: Int32[Array, " S"]  # drawn ids; -1: the logits were not finite
+    logprobs: Int32[Array, "S C"] | None  # logprob, rank, top ids, top logprobs
+    prompt_logprobs: Int32[Array, "T_p C"] | None
+
+
+class PackedLayout:
+    """Where each part of a step's input lies in its one int32 buffer. Same code packs (numpy) and unpacks (traced)."""
+
+    def __init__(self, bucket: Bucket, knobs: tuple[str, ...], page_size: int):
+        self.bucket, self.page_size = bucket, page_size
+        self.columns = FIXED_COLUMNS + knobs + STEP_COLUMNS
+        # A row needs at most one new page per page_size new tokens, plus one it has just begun.
+        self.num_page_writes = bucket.rows + ceil_div(bucket.prefill_tokens, page_size)
+        shapes = {
+            "rows": (len(self.columns), bucket.rows),
+            "tokens": (bucket.tokens,),  # -1: the row's last drawn token, which only the device knows
+            "targets": (bucket.prefill_tokens,),  # the next prompt token, where its logprob is wanted; else -1
+            "page_writes": (3, self.num_page_writes),  # slot, column, page; padding writes to the trash slot
+        }
+        self._parts: dict[str, tuple[int, tuple[int, ...]]] = {}
+        self.size = 0
+        for name, shape in shapes.items():
+            self._parts[name] = (self.size, shape)
+            self.size += int(np.prod(shape))
+
+    def views[A: (np.ndarray, jax.Array)](self, packed: A) -> dict[str, A]:
+        """The named parts of a packed buffer: views of a numpy one, slices of a traced one."""
+        return {
+            name: packed[start : start + int(np.prod(shape))].reshape(shape)
+            for name, (start, shape) in self._parts.items()
+        }
+

@@ -1,0 +1,120 @@
+"""Fixtures that tests of several folders use."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+METRICS = """# TYPE jaxserve:num_requests_running gauge
+jaxserve:num_requests_running{model_name="stand-in"} 2.0
+# TYPE jaxserve:kv_cache_wasted_slots_ratio gauge
+jaxserve:kv_cache_wasted_slots_ratio{model_name="stand-in"} 0.125
+# TYPE jaxserve:prefix_cache_hits counter
+jaxserve:prefix_cache_hits_total{model_name="stand-in"} %d.0
+# TYPE other:thing counter
+other:thing_total 5.0
+"""
+
+
+@dataclass
+class StandIn:
+    """A server that speaks the OpenAI API and answers with the words `w0 w1 ...`; what it was asked is in `bodies`."""
+
+    url: str = ""
+    delay_s: float = 0.0  # before each word
+    fail: Callable[[dict[str, Any]], int | None] = lambda body: None  # body -> HTTP status of a refusal
+    break_after: int | None = None  # words after which an error event is sent
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+    disconnects: int = 0
+    scrapes: int = 0
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/v1/completions", self._answer)
+        app.router.add_post("/v1/chat/completions", self._answer)
+        return app
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "stand-in", "object": "model"}]})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.scrapes += 1
+        return web.Response(text=METRICS % self.scrapes)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.headers.append(dict(request.headers))
+        if status := self.fail(body):
+            error = {"message": "refused by the stand-in", "type": "BadRequestError", "param": None, "code": status}
+            return web.json_response({"error": error}, status=status)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            return await self._stream(request, body)
+        except (asyncio.CancelledError, ConnectionError):
+            self.disconnects += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        chat = "messages" in body
+        words = body.get("max_tokens") or body.get("max_completion_tokens") or 3
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+
+        async def send(data: dict[str, Any]) -> None:
+            await response.write(b"data: " + json.dumps(data).encode() + b"\n\n")
+
+        if chat:
+            await send({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
+        for i in range(words):
+            if i == self.break_after:
+                await send({"error": {"message": "broken by the stand-in", "type": "InternalServerError", "code": 500}})
+                return response
+            await asyncio.sleep(self.delay_s)
+            text = f"w{i} "
+            await send({"choices": [{"index": 0, **({"delta": {"content": text}} if chat else {"text": text})}]})
+        await send({"choices": [{"index": 0, "finish_reason": "length", **({"delta": {}} if chat else {"text": ""})}]})
+        await send({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": words}})
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+
+@pytest.fixture
+def stand_in() -> Iterator[StandIn]:
+    """A running StandIn, on a free port, in a thread of its own."""
+    server, ready, loop = StandIn(), threading.Event(), asyncio.new_event_loop()
+
+    async def start() -> web.AppRunner:
+        runner = web.AppRunner(server.app(), handler_cancellation=True)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        return runner
+
+    def run() -> None:
+        runner = loop.run_until_complete(start())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+        loop.close()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    yield server
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)

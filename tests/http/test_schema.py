@@ -1,0 +1,103 @@
+"""Bodies, whatever they hold, either parse or are refused with one RequestError; the schema follows SamplingParams."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.errors import RequestError
+from jaxserve.http.schema import (
+    UNSUPPORTED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    decode_object,
+    field_specs,
+    parse,
+    split_prompts,
+)
+from jaxserve.request import SamplingParams
+
+BODIES = [ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody]
+GOOD = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [1]}
+
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
+)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def names_of(cls) -> list[str]:
+    return sorted({*field_specs(cls), *UNSUPPORTED, "nonsense"})
+
+
+@pytest.mark.parametrize("cls", BODIES)
+@given(data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_value_of_any_field_parses_or_is_refused(cls, data):
+    required = {name: GOOD[name] for name, spec in field_specs(cls).items() if spec.required}
+    raw = required | data.draw(st.dictionaries(st.sampled_from(names_of(cls)), values, max_size=3))
+    try:
+        body, sampling = parse(cls, raw, check_model=lambda name: None, ignore_unknown=False)
+        SamplingParams(**{"max_tokens": 16, **sampling})
+        if isinstance(body, CompletionBody):
+            split_prompts(body.prompt)
+    except RequestError as error:
+        assert error.status == 400 and 0 < len(error.message) < 500
+
+
+@given(st.binary(max_size=40))
+@settings(max_examples=80, deadline=None)
+def test_any_bytes_decode_or_are_refused(body):
+    try:
+        assert isinstance(decode_object(body), dict)
+    except RequestError as error:
+        assert len(error.message) < 300
+
+
+def test_every_sampling_field_is_an_http_field():
+    http = {f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("http", True)}
+    assert http <= set(field_specs(CompletionBody)) and "detokenize" not in http
+    assert not set(field_specs(TokenizeBody)) & http, "/tokenize samples nothing"
+
+
+def test_body_fields_win_over_sampling_fields_of_the_same_name():
+    assert field_specs(ChatBody)["logprobs"].type is bool
+    assert field_specs(CompletionBody)["logprobs"].sampling
+
+
+def test_supported_fields_are_not_listed_as_unsupported():
+    assert not set(UNSUPPORTED) & (set(field_specs(CompletionBody)) - {"echo"})
+    assert not set(UNSUPPORTED) & set(field_specs(ChatBody)) - {"echo"}
+
+
+def test_null_is_the_default_for_every_field():
+    for cls in BODIES:
+        required = {name: GOOD[name] for name, spec in field_specs(cls).items() if spec.required}
+        nulls = {name: None for name in names_of(cls) if name != "nonsense" and name not in required}
+        if cls in (TokenizeBody, DetokenizeBody):
+            nulls = {name: None for name in nulls if name in field_specs(cls)}
+        body, sampling = parse(cls, required | nulls, check_model=lambda name: None, ignore_unknown=False)
+        assert body == cls(**required) and sampling == {}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+    ids=json.dumps,
+)
+def test_the_four_forms_of_a_prompt(prompt, prompts):
+    assert split_prompts(prompt) == prompts

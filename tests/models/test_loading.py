@@ -1,0 +1,282 @@
+"""Weights from checkpoints and from nothing: places, errors, sharding, and programs that never copy a weight."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.loading import load_model
+from jaxserve.models.registry import ARCHITECTURES, resolve
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+
+
+class Fake(Checkpoint):
+    """A checkpoint in memory: another one's config, and tensors to tamper with."""
+
+    def __init__(self, case: str):
+        source = Checkpoint.open(EngineConfig(model=str(GOLDENS / case)))
+        self.name, self.config, self.generation_config = "fake", source.config, {}
+        self.arrays = {name: read() for name, read in source.tensors()}
+
+    def tensors(self):
+        return iter([(name, lambda array=array: array) for name, array in self.arrays.items()])
+
+    def _own_tokenizer(self):
+        raise AssertionError("no test loads it")
+
+    def load(self, dtype=jnp.float32, **how):
+        return load_model(self, resolve(self.config)[0], dtype, progress=False, **how)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_at_its_place(case):
+    fake = Fake(case)
+    params = fake.load().params
+    c = resolve(fake.config)[0]
+    q, kv, F = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim, c.ffn_size
+    get = {name: np.asarray(array, np.float32) for name, array in fake.arrays.items()}.__getitem__
+    np.testing.assert_array_equal(params["embed"], get("model.embed_tokens.weight"))
+    np.testing.assert_array_equal(params["final_norm"], get("model.norm.weight"))
+    if not c.tied_embeddings:
+        np.testing.assert_array_equal(params["lm_head"].T, get("lm_head.weight"))
+    for i in range(c.num_layers):
+        layer, prefix = params["layers"][i], f"model.layers.{i}"
+        for name, columns in (("q", slice(0, q)), ("k", slice(q, q + kv)), ("v", slice(q + kv, q + 2 * kv))):
+            np.testing.assert_array_equal(layer["qkv"][:, columns].T, get(f"{prefix}.self_attn.{name}_proj.weight"))
+            if c.qkv_bias:
+                np.testing.assert_array_equal(
+                    params["qkv_bias"][i][columns], get(f"{prefix}.self_attn.{name}_proj.bias")
+                )
+        for name, columns in (("gate", slice(0, F)), ("up", slice(F, 2 * F))):
+            np.testing.assert_array_equal(layer["gate_up"][:, columns].T, get(f"{prefix}.mlp.{name}_proj.weight"))
+        np.testing.assert_array_equal(layer["o"].T, get(f"{prefix}.self_attn.o_proj.weight"))
+        np.testing.assert_array_equal(layer["down"].T, get(f"{prefix}.mlp.down_proj.weight"))
+        np.testing.assert_array_equal(params["attn_norm"][i], get(f"{prefix}.input_layernorm.weight"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_cast_to_dtype(dtype):
+    loaded = Fake("llama3_bias_tied").load(jnp.dtype(dtype))
+    assert {str(p.dtype) for p in jax.tree.leaves(loaded.params)} == {dtype}
+    assert loaded.nbytes == sum(p.size for p in jax.tree.leaves(loaded.params)) * jnp.dtype(dtype).itemsize
+
+
+def test_order_in_the_file_does_not_matter():
+    fake, reverse = Fake("llama3_bias_tied"), Fake("llama3_bias_tied")
+    reverse.arrays = dict(reversed(reverse.arrays.items()))
+    jax.tree.map(np.testing.assert_array_equal, fake.load().params, reverse.load().params)
+
+
+def test_missing_tensors_are_named():
+    fake = Fake("qwen3")
+    del fake.arrays["model.layers.1.self_attn.k_norm.weight"], fake.arrays["lm_head.weight"]
+    with pytest.raises(ConfigError, match=r"fake lacks .*lm_head\.weight") as caught:
+        fake.load()
+    assert "model.layers.1.self_attn.k_norm.weight" in caught.value.message
+
+
+def test_a_long_list_of_missing_tensors_is_cut_short():
+    fake = Fake("llama")
+    fake.arrays = {"model.norm.weight": fake.arrays["model.norm.weight"]}
+    with pytest.raises(ConfigError, match=r"and \d+ more") as caught:
+        fake.load()
+    assert len(caught.value.message) < 400
+
+
+def test_unexpected_tensors_are_named():
+    fake = Fake("llama")
+    fake.arrays["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
+    with pytest.raises(ConfigError, match=r"does not use: model\.layers\.0\.self_attn\.q_proj\.bias"):
+        fake.load()
+
+
+def test_names_are_checked_before_anything_is_read():
+    fake = Fake("llama")
+    names = [*fake.arrays, "extra"]
+    fake.tensors = lambda: iter([(name, lambda: pytest.fail("read")) for name in names])
+    with pytest.raises(ConfigError, match="extra"):
+        fake.load()
+
+
+def test_a_wrong_shape_is_named_with_both_shapes():
+    fake = Fake("llama")
+    fake.arrays["model.layers.0.mlp.up_proj.weight"] = np.zeros((64, 32), np.float32)
+    with pytest.raises(ConfigError, match=r"mlp\.up_proj\.weight has shape \[64, 32\], the config needs \[64, 64\]"):
+        fake.load()
+
+
+def test_a_repeated_tensor_is_refused():
+    fake = Fake("llama")
+    pairs = [(n, lambda a=a: a) for n, a in fake.arrays.items()]
+    fake.tensors = lambda: iter([*pairs, pairs[0]])
+    with pytest.raises(ConfigError, match="more than once"):
+        fake.load()
+
+
+def test_harmless_extras_are_ignored():
+    fake = Fake("qwen2_tied")
+    fake.arrays["lm_head.weight"] = fake.arrays["model.embed_tokens.weight"]
+    fake.arrays["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(8, np.float32)
+    assert "lm_head" not in fake.load().params
+
+
+# ---- dummy weights
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dummy_weights_have_the_shapes_of_real_ones(case):
+    fake = Fake(case)
+    config = resolve(fake.config)[0]
+    dummy = load_model(None, config, jnp.bfloat16, load_format="dummy", progress=False)
+    real = fake.load(jnp.bfloat16)
+    shapes = [jax.tree.map(lambda p: (p.shape, p.dtype), m.params) for m in (dummy, real)]
+    assert shapes[0] == shapes[1]
+
+
+def test_dummy_weights_are_random_small_and_reproducible():
+    config = resolve(Fake("llama3_bias_tied").config)[0]
+    first, again = (load_model(None, config, jnp.float32, load_format="dummy", progress=False).params for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    embed, layers = np.asarray(first["embed"]), first["layers"]
+    assert abs(embed.mean()) < 2e-3 and abs(embed.std() - 0.02) < 2e-3
+    assert not np.array_equal(layers[0]["qkv"], layers[1]["qkv"])
+    assert (np.asarray(first["attn_norm"]) == 1).all() and (np.asarray(first["qkv_bias"]) == 0).all()
+
+
+def test_a_model_without_checkpoint_needs_dummy():
+    with pytest.raises(ConfigError, match="dummy"):
+        load_model(None, resolve(Fake("llama").config)[0], jnp.float32, progress=False)
+
+
+# ---- on several devices, and in a program
+
+SHARDED = """
+import sys, jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.config import EngineConfig
+from jaxserve.models.loading import load_model
+from jaxserve.models.registry import resolve
+mesh = jax.make_mesh((2,), ("tp",))
+def placement(name, shape):
+    kind = name.split(".")[-1]
+    spec = {"qkv": P(None, "tp"), "gate_up": P(None, "tp"), "o": P("tp"), "down": P("tp"), "embed": P("tp")}.get(kind, P())
+    return NamedSharding(mesh, spec)
+checkpoint = Checkpoint.open(EngineConfig(model=sys.argv[1]))
+config, _ = resolve(checkpoint.config)
+for how in ({}, {"load_format": "dummy"}):
+    one = load_model(checkpoint, config, jnp.float32, progress=False, **how).params
+    two = load_model(checkpoint, config, jnp.float32, progress=False, placement=placement, **how).params
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert two["layers"][0]["qkv"].sharding.spec == P(None, "tp"), two["layers"][0]["qkv"].sharding
+    assert two["layers"][1]["down"].addressable_shards[1].data.shape == (32, 64)
+    assert len(two["final_norm"].addressable_shards) == 2
+"""
+
+
+def test_parameters_go_to_their_shards():
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED, str(GOLDENS / "llama")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_no_weight_is_copied_in_a_step(tokens, tied):
+    """x @ w.T with one row copied the whole matrix on every call; so would a badly laid out weight."""
+    hf = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+          "num_hidden_layers": 2, "num_attention_heads": 4, "tie_word_embeddings": tied}  # fmt: skip
+    model = load_model(None, resolve(hf)[0], jnp.float32, load_format="dummy", progress=False)
+
+    def run(params, ids):
+        decoder = nnx.merge(model.graphdef, params)
+        hidden, _ = decoder.forward(ids, ids, [None] * 2, lambda i, q, k, v, kv_l, **_: (q + k + v, kv_l))
+        return decoder.logits(hidden)
+
+    program = jax.jit(run).lower(model.params, jnp.arange(tokens)).compile().as_text()
+    assert not re.findall(r"^.* (?:copy|transpose)\(.*$", program, re.MULTILINE)
+
+
+# ---- configs
+
+
+def config_of(case: str, **changes) -> dict:
+    return json.loads((GOLDENS / case / "config.json").read_text()) | changes
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported: only .*LlamaForCausalLM"),
+        ("llama", {"architectures": None}, "none given"),
+        ("llama", {"hidden_act": "gelu"}, "'gelu'"),
+        ("llama", {"hidden_size": None}, "'hidden_size'"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+        ("llama", {"num_key_value_heads": 3}, "not a multiple"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic' is not supported"),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "'factor'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(case, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(config_of(case, **changes))
+
+
+def test_older_and_newer_names_of_rope_settings_mean_the_same():
+    new = config_of("llama3_bias_tied")
+    rope = new["rope_parameters"]
+    old = {k: v for k, v in new.items() if k != "rope_parameters"}
+    old |= {"rope_theta": rope["rope_theta"], "rope_scaling": {k: v for k, v in rope.items() if k != "rope_theta"}}
+    assert resolve(old) == resolve(new)
+    assert resolve(old)[0].rope_frequencies != resolve(config_of("llama"))[0].rope_frequencies
+
+
+def test_families_fill_in_what_a_config_leaves_out():
+    bare = {
+        "vocab_size": 10,
+        "hidden_size": 64,
+        "intermediate_size": 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 32,
+    }
+    configs = {name: resolve(bare | {"architectures": [name]})[0] for name in ARCHITECTURES}
+    assert configs["LlamaForCausalLM"].num_kv_heads == 32
+    assert configs["MistralForCausalLM"].num_kv_heads == 8
+    assert configs["MistralForCausalLM"].sliding_windows == (4096,) * 3
+    assert configs["Qwen3ForCausalLM"].head_dim == 128
+    assert configs["Qwen2ForCausalLM"].qkv_bias and not configs["Qwen2ForCausalLM"].o_bias
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (None, 8, 8)),
+        ({"use_sliding_window": False}, (None, None, None)),
+        ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}, (8, None, 8)),
+    ],
+)
+def test_windows_of_qwen(changes, windows):
+    config = {k: v for k, v in config_of("qwen2_window_yarn", num_hidden_layers=3).items() if k != "layer_types"}
+    assert resolve(config | changes)[0].sliding_windows == windows
+
+
+def test_kv_bytes_per_token():
+    config = resolve(config_of("llama"))[0]
+    assert config.kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2

@@ -1,0 +1,78 @@
+"""Logits and greedy tokens of every architecture against Hugging Face Transformers (goldens of scripts/make_goldens.py).
+
+The attention here is the plainest one: the whole sequence at once, no pages. Paged parity is the engine's test.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.config import EngineConfig
+from jaxserve.models.loading import LoadedModel, load_model
+from jaxserve.models.registry import ARCHITECTURES, resolve
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
+PADDED = 96
+CLEAR = 1e-3  # margins of the best two scores above this must give the same token
+
+
+def attend_to_all(i, q, k, v, kv_l, *, scale, sliding_window, softcap):
+    """Causal attention over one whole sequence: q [T, N, H], k and v [T, K, H]."""
+    assert softcap is None
+    T, N, _ = q.shape
+    k, v = (jnp.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
+    scores = jnp.einsum("qnh,knh->nqk", q, k) * scale
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)
+    seen = (distance >= 0) & (distance < (sliding_window or T))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("nqk,knh->qnh", weights, v), kv_l
+
+
+def load(case: str) -> LoadedModel:
+    checkpoint = Checkpoint.open(EngineConfig(model=str(GOLDENS / case)))
+    config, _ = resolve(checkpoint.config)
+    return load_model(checkpoint, config, jnp.float32, progress=False)
+
+
+def logits_of(model: LoadedModel):
+    @jax.jit
+    def run(params, ids):
+        decoder = nnx.merge(model.graphdef, params)
+        hidden, _ = decoder.forward(ids, jnp.arange(len(ids)), [None] * model.config.num_layers, attend_to_all)
+        return decoder.logits(hidden)
+
+    def padded(ids: list[int]) -> np.ndarray:  # what follows a token never reaches it: one length, one compilation
+        return np.asarray(run(model.params, jnp.zeros(PADDED, jnp.int32).at[: len(ids)].set(jnp.asarray(ids))))[
+            : len(ids)
+        ]
+
+    return padded
+
+
+def test_every_architecture_has_a_golden():
+    covered = {json.loads((GOLDENS / case / "config.json").read_text())["architectures"][0] for case in CASES}
+    assert covered == set(ARCHITECTURES), "a new family needs a case in scripts/make_goldens.py"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens_equal_transformers(case):
+    logits, golden = logits_of(load(case)), json.loads((GOLDENS / case / "golden.json").read_text())
+    stored = np.load(GOLDENS / case / "logits.npz")
+    for name in stored.files:
+        got = logits(golden[int(name.removeprefix("prompt_"))]["prompt_ids"])
+        np.testing.assert_allclose(got, stored[name], rtol=1e-3, atol=1e-3)
+    for entry in golden:
+        # All continuations at once: position p of the full text scores token p + 1.
+        scores = logits([*entry["prompt_ids"], *entry["ids"]])[len(entry["prompt_ids"]) - 1 : -1]
+        clear = np.array(entry["margins"]) > CLEAR
+        assert clear.sum() > 16
+        np.testing.assert_array_equal(scores.argmax(-1)[clear], np.array(entry["ids"])[clear])
+        logprobs = jax.nn.log_softmax(scores, axis=-1)[np.arange(len(entry["ids"])), entry["ids"]]
+        np.testing.assert_allclose(logprobs, entry["logprobs"], atol=1e-3)

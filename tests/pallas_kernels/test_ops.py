@@ -1,0 +1,67 @@
+"""Which backend a device gets, and that a named one either runs or raises."""
+
+import logging
+
+import jax
+import pytest
+from kernel_cases import TOLERANCE, Case, error_of, make_step
+
+from jaxserve.errors import ConfigError
+from jaxserve.pallas_kernels.ops import resolve_backend
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "shapes", "expected"),
+    [
+        ("cpu", "cpu", {}, "reference"),
+        ("gpu", "NVIDIA H200", {}, "mosaic_gpu"),
+        ("cuda", "NVIDIA H100 80GB HBM3", {"dtype": "bfloat16", "head_dim": 128, "group": 4}, "mosaic_gpu"),
+        ("gpu", "NVIDIA GH200 480GB", {"dtype": "float16"}, "mosaic_gpu"),
+        ("gpu", "NVIDIA H200", {"dtype": "float32"}, "reference"),
+        ("gpu", "NVIDIA H200", {"head_dim": 80}, "reference"),
+        ("gpu", "NVIDIA H200", {"group": 32}, "reference"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", {}, "reference"),
+        ("gpu", "NVIDIA B200", {}, "reference"),
+        ("gpu", "NVIDIA RTX H1000", {}, "reference"),
+        ("tpu", "TPU v5e", {}, "reference"),
+    ],
+)
+def test_auto_takes_the_best_that_runs_and_says_so(platform, kind, shapes, expected, caplog):
+    with caplog.at_level(logging.INFO):
+        backend = resolve_backend("auto", platform, kind, **shapes)
+    assert backend.name == expected
+    assert f"attention backend: {expected} on {kind}" in caplog.text
+    assert backend.default_page_size in backend.page_sizes
+    assert backend.platform == ("gpu" if platform == "cuda" else platform)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "shapes", "message"),
+    [
+        ("cpu", "cpu", {}, "needs an NVIDIA Hopper GPU"),
+        ("gpu", "NVIDIA B200", {}, "NVIDIA B200"),
+        ("gpu", "NVIDIA H200", {"dtype": "float32"}, "the dtype is float32"),
+        ("gpu", "NVIDIA H200", {"head_dim": 96}, "the model's is 96"),
+        ("gpu", "NVIDIA H200", {"group": 17}, "the model has 17"),
+    ],
+)
+def test_a_named_backend_that_cannot_run_raises(platform, kind, shapes, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        resolve_backend("mosaic_gpu", platform, kind, **shapes)
+    assert caught.value.param == "attention_backend"
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="auto, mosaic_gpu, reference, got 'flash'"):
+        resolve_backend("flash", "cpu", "cpu")
+
+
+def test_the_reference_backend_serves_a_step():
+    backend = resolve_backend("reference", "cpu", "cpu")
+    step = make_step(Case(decode=(20, 0), prefill=((33, 70),)))
+
+    @jax.jit
+    def run(q, kv, meta):
+        return backend.attention(q, kv, backend.prepare(meta), **step.case.options)
+
+    assert error_of(run(step.q, step.kv, step.meta), step) < TOLERANCE["float32"]

