@@ -53,7 +53,11 @@ class GGUFFile:
     def get(self, key: str, default: Any = None) -> Any:
         """One metadata value, as plain Python."""
         field = self._reader.fields.get(key)
-        return default if field is None else field.contents()
+        if field is None:
+            return default
+        if field.types[:2] == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]:
+            return _strings(field.parts[-1].tobytes())
+        return field.contents()
 
     def _own(self, key: str, default: Any = None) -> Any:
         """A metadata value under the architecture's prefix."""
@@ -173,7 +177,7 @@ def undo_permute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 class _Reader(gguf.GGUFReader):
-    """The package's reader, with arrays of metadata read at once: a vocabulary takes 0.1 s instead of 2 s and more."""
+    """The package's reader, with each array of metadata read as one part: 128k tokens take 0.1 s, not 10 s."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list, list[int], list]:
         if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
@@ -181,21 +185,29 @@ class _Reader(gguf.GGUFReader):
         raw_item, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         item, start = gguf.GGUFValueType(int(raw_item[0])), orig_offs + 12
         if item == gguf.GGUFValueType.STRING:
-            size, parts = self._strings(start, int(count[0]))
-            indices = list(range(3, 3 + len(parts), 2))
+            part = self.data[start : _end_of_strings(memoryview(self.data), start, int(count[0]))]
         elif item in self.gguf_scalar_to_np:
-            parts = [self._get(start, self.gguf_scalar_to_np[item], int(count[0]))]
-            size, indices = int(parts[0].nbytes), [2]
+            part = self._get(start, self.gguf_scalar_to_np[item], int(count[0]))
         else:
             return super()._get_field_parts(orig_offs, raw_type)
-        return 12 + size, [raw_item, count, *parts], indices, [gguf.GGUFValueType.ARRAY, item]
+        return 12 + int(part.nbytes), [raw_item, count, part], [2], [gguf.GGUFValueType.ARRAY, item]
 
-    def _strings(self, start: int, count: int) -> tuple[int, list[np.ndarray]]:
-        """Bytes taken by `count` strings, and [length, text, length, text, ...] as views of the file."""
-        buffer, offset, parts = memoryview(self.data), start, []
-        for _ in range(count):
-            (length,) = struct.unpack_from("<Q", buffer, offset)
-            parts.append(np.frombuffer(buffer, np.uint64, 1, offset))
-            parts.append(np.frombuffer(buffer, np.uint8, length, offset + 8))
-            offset += 8 + length
-        return offset - start, parts
+
+def _end_of_strings(data: memoryview, offset: int, count: int) -> int:
+    """Offset behind `count` strings, each a length of 8 bytes and then its text."""
+    length_at = struct.Struct("<Q").unpack_from
+    for _ in range(count):
+        offset += 8 + length_at(data, offset)[0]
+    if offset > len(data):
+        raise ValueError("a text is longer than the file")
+    return offset
+
+
+def _strings(data: bytes) -> list[str]:
+    """The texts in a whole number of strings."""
+    length_at, offset, texts = struct.Struct("<Q").unpack_from, 0, []
+    while offset < len(data):
+        end = offset + 8 + length_at(data, offset)[0]
+        texts.append(data[offset + 8 : end].decode())
+        offset = end
+    return texts

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.ops import Backend
@@ -30,6 +31,10 @@ def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, feature
     """The step of one bucket, ready to be jitted with arguments 1 and 2 (KV pages, device state) donated."""
     bucket = layout.bucket
 
+    def attend(meta: AttentionInput, q: Array, k: Array, v: Array, kv_l: KVPages, **how: Any) -> tuple[Array, KVPages]:
+        kv_l = backend.write_kv(kv_l, k, v, meta)
+        return backend.attention(q, kv_l, meta, **how), kv_l
+
     def step(
         params: Any, kv: list[KVPages], state: DeviceState, packed: Int32[Array, " n"]
     ) -> tuple[list[KVPages], DeviceState, StepOutput]:
@@ -42,11 +47,7 @@ def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, feature
         meta = lax.optimization_barrier(backend.prepare(meta))  # once, not fused into every layer again
         tokens = _input_tokens(parts["tokens"], rows["slot"], meta.token_rows, state.last_token)
 
-        def attend(_: int, q: Array, k: Array, v: Array, kv_l: KVPages, **how: Any) -> tuple[Array, KVPages]:
-            kv_l = backend.write_kv(kv_l, k, v, meta)
-            return backend.attention(q, kv_l, meta, **how), kv_l
-
-        hidden, kv = model.forward(tokens, meta.positions, kv, attend)  # [T, D]
+        hidden, kv = model.forward(tokens, meta.positions, kv, Partial(attend, meta))  # [T, D]
         last = jnp.clip(row_starts + rows["count"] - 1, 0, bucket.tokens - 1)
         drawn = sample(
             model.logits(hidden[last]), _sampling_rows(rows), state.extras, rows["slot"], features=features

@@ -42,7 +42,7 @@ class Server:
         self._reader.start()
 
     def _read(self, output: IO[bytes]) -> None:
-        """Shows lines as they come; a progress bar, which ends in a carriage return, only where it can be overwritten."""
+        """Shows lines as they come; progress bars, which end in a carriage return, only at a terminal."""
         pending = b""
         while block := os.read(output.fileno(), 1 << 16):
             *parts, pending = re.split(rb"(\r|\n)", pending + block)

@@ -54,7 +54,7 @@ class ModelConfig:
 class Piece(NamedTuple):
     """Where one checkpoint tensor goes. Pieces with the same `param` are joined in the order of `part`.
 
-    layer None: parts are joined on the output axis, then transposed if `transpose` ([out, in] -> [in, out]).
+    layer None: parts are joined on the output axis, the first.
     layer i:    the tensor is row i (columns joined by `part`) of an array stacked over layers.
     """
 
@@ -62,7 +62,6 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]  # as the checkpoint has it
     part: int = 0
     layer: int | None = None
-    transpose: bool = True
 
 
 def decoder_config(

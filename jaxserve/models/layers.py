@@ -1,12 +1,15 @@
 """The decoder of all families, written once: embedding, attention and gated MLP with pre-norm, and the head.
 
-Weights are stored [in, out], so that a layer is `x @ W`. q/k/v are one matrix and gate/up another; norms and biases
-are stacked over layers into one array each: a step has few arguments, because each costs dispatch time.
-Layers are a Python loop, unrolled under jit: a scan would slice (copy) stacked weights and KV on every step.
+Weights are stored [out, in], as checkpoints have them: nothing is transposed on the way, and XLA's CPU matmul is faster
+so. q/k/v are one matrix and gate/up another; norms and biases are stacked over layers into one array each: a step has
+few arguments, because each costs dispatch time.
+Layers are a Python loop, unrolled under jit: a scan would slice (copy) stacked weights and KV on every step. The layer
+itself is one jitted function, so that it is traced once per step and not L times.
 Norms, rope and logits are float32; matmuls accumulate in float32.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -19,11 +22,10 @@ from jaxserve.models.base import ModelConfig, Piece
 
 
 class Attend(Protocol):
-    """Writes k and v of this step into the layer's pages, then attends. Given by the step."""
+    """Writes k and v of this step into the layer's pages, then attends. A pytree (jax.tree_util.Partial), given by the step."""
 
     def __call__(
         self,
-        layer: int,
         q: Float[Array, "T N H"],
         k: Float[Array, "T K H"],
         v: Float[Array, "T K H"],
@@ -35,16 +37,13 @@ class Attend(Protocol):
     ) -> tuple[Float[Array, "T N H"], Any]: ...
 
 
-def matmul(
-    x: Float[Array, "T in"], w: Float[Array, "in out"], *, out_dtype: Any = None, out_in: bool = False
-) -> Float[Array, "T out"]:
-    """x @ w, accumulated in float32; `out_in` takes w as [out, in].
+def matmul(x: Float[Array, "T in"], w: Float[Array, "out in"], *, out_dtype: Any = None) -> Float[Array, "T out"]:
+    """x @ w.T, accumulated in float32; with float32 weights the product is float32 on every device, not TF32.
 
-    A w.T instead makes XLA's CPU backend copy the matrix element by element on every call with one row: 6x slower.
-    With float32 weights the product is float32 on every device, not TF32.
+    Not written as `x @ w.T`: XLA's CPU backend then copies the matrix element by element on every call with one row.
     """
     precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    contract = (((1,), (1 if out_in else 0,)), ((), ()))
+    contract = (((1,), (1,)), ((), ()))
     out = jax.lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
     return out.astype(out_dtype or x.dtype)
 
@@ -79,10 +78,10 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, dtype: Any):
         D, F, N, H = config.hidden_size, config.ffn_size, config.num_heads, config.head_dim
-        self.qkv = nnx.Param(jnp.zeros((D, config.qkv_size), dtype))
-        self.o = nnx.Param(jnp.zeros((N * H, D), dtype))
-        self.gate_up = nnx.Param(jnp.zeros((D, 2 * F), dtype))
-        self.down = nnx.Param(jnp.zeros((F, D), dtype))
+        self.qkv = nnx.Param(jnp.zeros((config.qkv_size, D), dtype))
+        self.o = nnx.Param(jnp.zeros((D, N * H), dtype))
+        self.gate_up = nnx.Param(jnp.zeros((2 * F, D), dtype))
+        self.down = nnx.Param(jnp.zeros((D, F), dtype))
 
 
 class Decoder(nnx.Module):
@@ -109,7 +108,7 @@ class Decoder(nnx.Module):
             self.gate_up_bias = nnx.Param(jnp.zeros((L, 2 * F), dtype))
             self.down_bias = nnx.Param(jnp.zeros((L, D), dtype))
         if not config.tied_embeddings:
-            self.lm_head = nnx.Param(jnp.zeros((D, V), dtype))
+            self.lm_head = nnx.Param(jnp.zeros((V, D), dtype))
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
@@ -120,8 +119,8 @@ class Decoder(nnx.Module):
         """Every tensor that the checkpoint must hold, and its place. These are the names of Llama and its kin."""
         V, D = config.vocab_size, config.hidden_size
         named = {
-            "model.embed_tokens.weight": Piece("embed", (V, D), transpose=False),
-            "model.norm.weight": Piece("final_norm", (D,), transpose=False),
+            "model.embed_tokens.weight": Piece("embed", (V, D)),
+            "model.norm.weight": Piece("final_norm", (D,)),
         }
         if not config.tied_embeddings:
             named["lm_head.weight"] = Piece("lm_head", (V, D))
@@ -162,37 +161,69 @@ class Decoder(nnx.Module):
         """Hidden states after the last norm, and the layers' KV with this step written in."""
         rope = rope_tables(self.config, positions)
         x, kv = self.embed[...][tokens], list(kv)
-        for i in range(self.config.num_layers):
-            h = rms_norm(x, self.attn_norm[i], self.config.norm_eps)
-            out, kv[i] = self._attention(i, h, rope, kv[i], attend)
-            x = x + out
-            x = x + self._mlp(i, rms_norm(x, self.mlp_norm[i], self.config.norm_eps))
+        for i, window in enumerate(self.config.sliding_windows):
+            x, kv[i] = decoder_layer(self.config, window, self._layer_weights(i), x, rope, kv[i], attend)
         return rms_norm(x, self.final_norm[...], self.config.norm_eps), kv
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """float32 scores of every vocabulary entry."""
-        if self.config.tied_embeddings:
-            return matmul(hidden, self.embed[...], out_dtype=jnp.float32, out_in=True)
-        return matmul(hidden, self.lm_head[...], out_dtype=jnp.float32)
+        head = self.embed if self.config.tied_embeddings else self.lm_head
+        return matmul(hidden, head[...], out_dtype=jnp.float32)
 
-    def _attention(self, i: int, x: Array, rope: tuple[Array, Array], kv_l: Any, attend: Attend) -> tuple[Array, Any]:
-        c, T = self.config, x.shape[0]
-        N, K, H = c.num_heads, c.num_kv_heads, c.head_dim
-        qkv = matmul(x, self.layers[i].qkv[...])
-        if c.qkv_bias:
-            qkv = qkv + self.qkv_bias[i]
-        q, k, v = jnp.split(qkv.reshape(T, N + 2 * K, H), (N, N + K), axis=1)
-        if c.qk_norm:
-            q, k = rms_norm(q, self.q_norm[i], c.norm_eps), rms_norm(k, self.k_norm[i], c.norm_eps)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        out, kv_l = attend(i, q, k, v, kv_l, scale=c.attention_scale, sliding_window=c.sliding_windows[i], softcap=None)
-        out = matmul(out.reshape(T, N * H), self.layers[i].o[...])
-        return (out + self.o_bias[i] if c.o_bias else out), kv_l
+    def _layer_weights(self, i: int) -> dict[str, Array]:
+        """One layer's matrices, and its rows of the stacks."""
+        matrices = {name: getattr(self.layers[i], name)[...] for name in ("qkv", "o", "gate_up", "down")}
+        return matrices | {name: getattr(self, name)[i] for name in _STACKED if hasattr(self, name)}
 
-    def _mlp(self, i: int, x: Array) -> Array:
-        gate_up = matmul(x, self.layers[i].gate_up[...])
-        if self.config.mlp_bias:
-            gate_up = gate_up + self.gate_up_bias[i]
-        gate, up = jnp.split(gate_up, 2, axis=-1)
-        out = matmul(jax.nn.silu(gate) * up, self.layers[i].down[...])
-        return out + self.down_bias[i] if self.config.mlp_bias else out
+
+_STACKED = (
+    "attn_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "o_bias", "gate_up_bias", "down_bias",
+)  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def decoder_layer(
+    config: ModelConfig,
+    window: int | None,
+    w: dict[str, Array],
+    x: Float[Array, "T D"],
+    rope: tuple[Array, Array],
+    kv_l: Any,
+    attend: Attend,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Attention and MLP with pre-norm and residuals; kv_l comes back with this step written in."""
+    out, kv_l = attention(config, window, w, rms_norm(x, w["attn_norm"], config.norm_eps), rope, kv_l, attend)
+    x = x + out
+    return x + gated_mlp(w, rms_norm(x, w["mlp_norm"], config.norm_eps)), kv_l
+
+
+def attention(
+    config: ModelConfig, window: int | None, w: dict[str, Array], x: Float[Array, "T D"], rope: tuple[Array, Array],
+    kv_l: Any, attend: Attend,
+) -> tuple[Float[Array, "T D"], Any]:  # fmt: skip
+    """Grouped-query attention over the pages of each row."""
+    T, N, K, H = x.shape[0], config.num_heads, config.num_kv_heads, config.head_dim
+    qkv = matmul(x, w["qkv"])
+    if config.qkv_bias:
+        qkv = qkv + w["qkv_bias"]
+    qkv = qkv.reshape(T, N + 2 * K, H)
+    qk, v = qkv[:, : N + K], qkv[:, N + K :]
+    if config.qk_norm:
+        q, k = rms_norm(qk[:, :N], w["q_norm"], config.norm_eps), rms_norm(qk[:, N:], w["k_norm"], config.norm_eps)
+        qk = jnp.concatenate([q, k], axis=1)
+    qk = apply_rope(qk, *rope)
+    out, kv_l = attend(
+        qk[:, :N], qk[:, N:], v, kv_l, scale=config.attention_scale, sliding_window=window, softcap=None
+    )
+    out = matmul(out.reshape(T, N * H), w["o"])
+    return (out + w["o_bias"] if config.o_bias else out), kv_l
+
+
+def gated_mlp(w: dict[str, Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+    """SwiGLU (arXiv:2002.05202)."""
+    gate_up = matmul(x, w["gate_up"])
+    if "gate_up_bias" in w:
+        gate_up = gate_up + w["gate_up_bias"]
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    out = matmul(jax.nn.silu(gate) * up, w["down"])
+    return out + w["down_bias"] if "down_bias" in w else out

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from tqdm import tqdm
 
 from jaxserve.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from jaxserve.models.layers import Decoder
 from jaxserve.models.registry import ARCHITECTURES
 
 Placement = Callable[[str, tuple[int, ...]], Sharding]
-"""(parameter, its shape [in, out]) -> where it lives. Parameters are named as attributes: embed, layers.0.qkv."""
+"""(parameter, its shape [out, in]) -> where it lives. Parameters are named as attributes: embed, layers.0.qkv."""
 
 DUMMY_STD = 0.02
 _HARMLESS = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved by mistake
@@ -126,7 +126,7 @@ class _Loader:
         parts = self.waiting.setdefault(piece.param, {})
         sharding = self.shardings[piece.param]
         if piece.layer is None:
-            parts[name] = jax.device_put(array, _transposed(sharding) if piece.transpose else sharding)
+            parts[name] = jax.device_put(array, sharding)
         else:
             parts[name] = np.array(array)  # a copy: a view would keep the whole file mapped
         if len(parts) == len(self.wanted[piece.param]):
@@ -139,22 +139,13 @@ class _Loader:
         if piece.layer is not None:
             rows = np.concatenate([p.astype(np.float32) for p in parts]).reshape(self.shapes[piece.param])
             return jax.device_put(rows.astype(self.dtype), sharding)
-        join = jax.jit(_join, static_argnames=("transpose", "dtype"), out_shardings=sharding)
-        return join(parts, transpose=piece.transpose, dtype=jnp.dtype(self.dtype))
+        join = jax.jit(_join, static_argnames="dtype", out_shardings=sharding)
+        return join(parts, dtype=jnp.dtype(self.dtype))
 
 
-def _join(parts: list[jax.Array], *, transpose: bool, dtype: Any) -> jax.Array:
-    """Parts [out_i, in] -> one [in, sum of out_i] in dtype; or [out, in] as it is."""
-    whole = jnp.concatenate([p.astype(dtype) for p in parts])
-    return whole.T if transpose else whole
-
-
-def _transposed(sharding: Sharding) -> Sharding:
-    """The sharding of a matrix before it is transposed."""
-    if isinstance(sharding, NamedSharding):
-        rows, columns = (*sharding.spec, None, None)[:2]
-        return NamedSharding(sharding.mesh, PartitionSpec(columns, rows))
-    return sharding
+def _join(parts: list[jax.Array], *, dtype: Any) -> jax.Array:
+    """Parts [out_i, in] -> one [sum of out_i, in] in dtype."""
+    return jnp.concatenate([p.astype(dtype) for p in parts])
 
 
 def _some(names: list[str], limit: int = 5) -> str:

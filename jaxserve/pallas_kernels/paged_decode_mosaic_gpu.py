@@ -17,10 +17,10 @@ Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor a
     v1         items from kv_lens in the graph, pages of 16 to 256, window, softcap, poison-safe tails. With combine:
                256x2048 644   256x512 189   64x512 65   8x512 47   1x8192 34   1x512 22   (page 16: 5 to 15% more)
     v2         heads innermost in the grid, combine without the padded heads and with fewer splits:
-               256x2048 635   256x512 162   64x512 57; of these, combine and all else but the kernel: 3
-               4 stages over 3 or 2: 0 to 8%. One CTA per multiprocessor or two: the same at these sizes
-    Chains of 32 (v1) and 128 (v2) layers over permuted pages, one run each; 256x2048 varied by 10% and once by 35%.
-    Next: why 256x2048 stays 20% above the prototype (its pages were in order), direct output of rows with one item,
+               256x2048 635   256x512 162   64x512 57 (smaller shapes not timed again); the kernel alone, at 264 CTAs:
+               620, 159, 56. Stages 4, 3, 2 at 264 CTAs: 256x512 164, 167, 176; 64x512 54, 56, 55
+    Chains of 32 (v1) and 128 (v2) layers over permuted pages, one run each. 256x2048 is noisy: over the tunings of
+    that run 635 to 713, and once 854. Next: why it stays above the prototype, direct output of rows with one item,
     a combine kernel.
 """
 

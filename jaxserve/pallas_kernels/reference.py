@@ -18,7 +18,7 @@ Measured on 2 cores (float32, K 3, G 3, H 64, page 16), us per layer, rows x con
     v1  one gather of the whole table width        1x64 46   8x64 187   32x64 510   32x256 4889   32x1024 19576
     v2  KV tiles sized to stay in cache (this)     1x64 52   8x64 171   32x64 452   32x256 2080   32x1024  8694
 That is the rate at which these cores copy memory (10 GB/s), so a dot of any operand order, or scores as a fused
-multiply-reduce, changes little; a loop over single rows was 2 to 4 times slower. Prefill: 256 tokens 2.4 ms (40 GFLOP/s).
+multiply-reduce, changes little; a loop over single rows was 2 to 4 times slower. Prefill of 256 tokens: 2.4 ms.
 """
 
 from dataclasses import dataclass, replace

@@ -58,7 +58,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint):
     config, _ = resolve(checkpoint.config)
     model = load_model(checkpoint, config, jnp.float32, progress=False)
 
-    def attend(i, q, k, v, kv_l, *, scale, sliding_window, softcap):
+    def attend(q, k, v, kv_l, *, scale, sliding_window, softcap):
         """ROWS sequences of PADDED tokens side by side, causal within each."""
         q, k, v = (x.reshape(ROWS, PADDED, *x.shape[1:]) for x in (q, k, v))
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -70,7 +70,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint):
     def run(params, tokens, rows):
         decoder = nnx.merge(model.graphdef, params)
         positions = jnp.tile(jnp.arange(PADDED), ROWS)
-        hidden, _ = decoder.forward(tokens.reshape(-1), positions, [None] * config.num_layers, attend)
+        hidden, _ = decoder.forward(tokens.reshape(-1), positions, [None] * config.num_layers, jax.tree_util.Partial(attend))
         return jax.nn.log_softmax(decoder.logits(hidden[rows.reshape(-1)]), axis=-1).reshape(ROWS, 48, -1)
 
     for pair in (DEMO[i : i + ROWS] for i in range(0, len(DEMO), ROWS)):

@@ -23,7 +23,7 @@ PADDED = 96
 CLEAR = 1e-3  # margins of the best two scores above this must give the same token
 
 
-def attend_to_all(i, q, k, v, kv_l, *, scale, sliding_window, softcap):
+def attend_to_all(q, k, v, kv_l, *, scale, sliding_window, softcap):
     """Causal attention over one whole sequence: q [T, N, H], k and v [T, K, H]."""
     assert softcap is None
     T, N, _ = q.shape
@@ -45,7 +45,7 @@ def logits_of(model: LoadedModel):
     @jax.jit
     def run(params, ids):
         decoder = nnx.merge(model.graphdef, params)
-        hidden, _ = decoder.forward(ids, jnp.arange(len(ids)), [None] * model.config.num_layers, attend_to_all)
+        hidden, _ = decoder.forward(ids, jnp.arange(len(ids)), [None] * model.config.num_layers, jax.tree_util.Partial(attend_to_all))
         return decoder.logits(hidden)
 
     def padded(ids: list[int]) -> np.ndarray:  # what follows a token never reaches it: one length, one compilation

@@ -64,13 +64,14 @@ def test_a_chunk_attends_as_the_whole_prompt_does():
 
 def test_tiles_cover_each_token_once_and_never_cross_a_row():
     step = make_step(Case(decode=(3, 4), prefill=((33, 40), (0, 0), (16, 16), (1, 100)), prefill_padding=9))
-    tiles = jax.tree.map(np.asarray, reference.prefill_tiles(step.meta, 16))
+    tiles = jax.tree.map(np.asarray, jax.jit(lambda meta: reference.prefill_tiles(meta, 16))(step.meta))
+    rows, positions = np.asarray(step.meta.token_rows), np.asarray(step.meta.positions)
     covered = []
     for row, first, count, position in zip(*tiles, strict=True):
         for i in range(count):
             token = 2 + first + i
-            assert step.meta.token_rows[token] == row
-            assert step.meta.positions[token] == position + i
+            assert rows[token] == row
+            assert positions[token] == position + i
             covered.append(first + i)
     assert covered == list(range(50))
 
@@ -84,12 +85,14 @@ def test_write_kv_puts_tokens_in_their_pages_and_padding_in_page_0(dtype):
     before = KVPages(*(jnp.full_like(pool, 7) for pool in step.kv))
     after = jax.jit(reference.write_kv)(before, k, v, step.meta)
     table, page_size = np.asarray(step.meta.page_table), step.case.page_size
+    where = list(zip(np.asarray(step.meta.token_rows), np.asarray(step.meta.positions), strict=True))
     for pool, new in zip(after, (k, v), strict=True):
         expected = np.full(pool.shape, 7, np.float32)
-        for token, (row, position) in enumerate(zip(step.meta.token_rows, step.meta.positions, strict=True)):
+        rounded = np.asarray(new.astype(pool.dtype).astype(jnp.float32))
+        for token, (row, position) in enumerate(where):
             if row < len(step.keys):
                 page = table[row, position // page_size]
-                expected[page, :, position % page_size] = np.asarray(new[token].astype(pool.dtype), np.float32)
+                expected[page, :, position % page_size] = rounded[token]
         np.testing.assert_array_equal(np.asarray(pool.astype(jnp.float32))[1:], expected[1:])
 
 
