@@ -24,7 +24,7 @@ from jaxserve.shapes import make_buckets
 log = logging.getLogger(__name__)
 
 DEFAULTS = {  # of options left open, by platform
-    "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 288, "dtype": "float32"},
+    "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 160, "dtype": "float32"},
     "gpu": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
     "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "dtype": "bfloat16"},
 }
@@ -219,7 +219,7 @@ def _resolve_choices(config: EngineConfig, platform: str) -> dict[str, Any]:
     defaults = DEFAULTS.get(platform, DEFAULTS["gpu"])
     dtype = defaults["dtype"] if config.dtype == "auto" else config.dtype
     max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
-    budget = config.max_num_batched_tokens or max(defaults["max_num_batched_tokens"], max_num_seqs + 256)
+    budget = config.max_num_batched_tokens or max(defaults["max_num_batched_tokens"], max_num_seqs + 128)
     if budget < max_num_seqs + 16:
         raise ConfigError(
             f"--max-num-batched-tokens must be at least max_num_seqs + 16 = {max_num_seqs + 16}, got {budget}",

@@ -160,7 +160,8 @@ class GGUFFile:
         kind = tensor.tensor_type.name
         shape = tuple(int(n) for n in reversed(tensor.shape))
         if kind in _AS_STORED:
-            return np.asarray(tensor.data).view(_AS_STORED[kind]).reshape(shape)
+            # A copy: jax may take host memory as it is, and a model must not hang on a file that can be overwritten.
+            return np.array(tensor.data).view(_AS_STORED[kind]).reshape(shape)
         if kind not in _DEQUANTISED:
             known = ", ".join((*_AS_STORED, *_DEQUANTISED))
             raise ConfigError(f"{self.path.name}: {tensor.name} is {kind}, which is not supported: only {known} are")

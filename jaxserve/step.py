@@ -44,7 +44,7 @@ def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, feature
         rows = dict(zip(layout.columns, parts["rows"], strict=True))
         state = state._replace(page_table=_write_pages(state.page_table, parts["page_writes"]))
         meta, row_starts = _attention_input(bucket, rows, state.page_table)
-        meta = lax.optimization_barrier(backend.prepare(meta))  # once, not fused into every layer again
+        meta = lax.optimization_barrier(backend.prepare(meta, layout.page_size))  # once, not fused into every layer again
         tokens = _input_tokens(parts["tokens"], rows["slot"], meta.token_rows, state.last_token)
 
         hidden, kv = model.forward(tokens, meta.positions, kv, Partial(attend, meta))  # [T, D]

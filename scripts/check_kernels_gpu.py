@@ -54,7 +54,7 @@ def check_matrix() -> bool:
 
             @jax.jit
             def run(q: Any, kv: KVPages, meta: AttentionInput, backend: Backend = backend, case: Any = case) -> Any:
-                return backend.attention(q, kv, backend.prepare(meta), **case.options)
+                return backend.attention(q, kv, backend.prepare(meta, kv.k.shape[2]), **case.options)
 
             errors.append(error_of(run(step.q, step.kv, step.meta), step))
         limit = TOLERANCE[case.dtype]

@@ -133,9 +133,7 @@ def test_nothing_is_installed_twice_until_the_project_changes(path: Path):
 
 
 def test_a_failed_installation_is_tried_again(path: Path):
-    executable(
-        path.parent / "venv/bin/python", f'[ "$3" != install ] && exec {sys.executable} "$@"; exit 1'
-    ).parent.parent
+    executable(path.parent / "venv/bin/python", f'[ "$3" != install ] && exec {sys.executable} "$@"; exit 1')
     for _ in range(2):
         done = shell("install dev", path)
         assert done.returncode == 1 and "the installation failed" in done.stderr

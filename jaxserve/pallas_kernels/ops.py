@@ -25,7 +25,7 @@ _HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
 class Backend:
     """Attention kernels of one kind for one platform. All functions are traced inside the step's jit.
 
-    prepare(meta) -> meta: once per step, what all layers share.
+    prepare(meta, page_size) -> meta: once per step, what all layers share.
     write_kv(kv, k [T, K, H], v [T, K, H], meta) -> KVPages: donates `kv`; padding tokens go to page 0.
     attention(q [T, N, H], kv, meta, *, scale, sliding_window=None, softcap=None) -> [T, N, H].
     """
@@ -34,7 +34,7 @@ class Backend:
     platform: str  # "cpu", "gpu" or "tpu"
     page_sizes: tuple[int, ...]
     default_page_size: int
-    prepare: Callable[[AttentionInput], AttentionInput]
+    prepare: Callable[[AttentionInput, int], AttentionInput]
     write_kv: Callable[[KVPages, Array, Array, AttentionInput], KVPages]
     attention: Callable[..., Array]
 

@@ -103,7 +103,9 @@ GPU_TUNING = Tuning(
 class Prepared(NamedTuple):
     """What all layers of a step share."""
 
-    prefill_tiles: Tiles
+    write_pages: Array  # i32[T] page that a token's K and V go to
+    write_offsets: Array  # i32[T] its place in that page
+    prefill_tiles: Tiles | None  # None: no prefill region
 
 
 def write_slots(meta: AttentionInput, page_size: int) -> tuple[Array, Array]:
@@ -134,16 +136,18 @@ def prefill_tiles(meta: AttentionInput, query_tile: int) -> Tiles:
     )
 
 
-def prepare(meta: AttentionInput, *, tuning: Tuning = CPU_TUNING) -> AttentionInput:
+def prepare(meta: AttentionInput, page_size: int, *, tuning: Tuning = CPU_TUNING) -> AttentionInput:
     """Works out once per step what all layers share. Use the tuning that attention is called with."""
-    if meta.num_prefill_rows == 0:
-        return meta
-    return replace(meta, prepared=Prepared(prefill_tiles(meta, tuning.query_tile)))
+    tiles = prefill_tiles(meta, tuning.query_tile) if meta.num_prefill_rows else None
+    return replace(meta, prepared=Prepared(*write_slots(meta, page_size), tiles))
 
 
 def write_kv(kv: KVPages, k: Array, v: Array, meta: AttentionInput) -> KVPages:
     """Donates `kv`: puts k, v [T, K, H] of this step's tokens into their pages. Padding tokens go to page 0."""
-    pages, offsets = write_slots(meta, kv.k.shape[2])  # the same in each layer: XLA computes it once
+    if meta.prepared:
+        pages, offsets = meta.prepared.write_pages, meta.prepared.write_offsets
+    else:
+        pages, offsets = write_slots(meta, kv.k.shape[2])
     written = (
         pool.at[pages, :, offsets].set(new.astype(pool.dtype), mode="promise_in_bounds")
         for pool, new in zip(kv, (k, v), strict=True)

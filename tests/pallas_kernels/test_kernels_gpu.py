@@ -17,7 +17,7 @@ def test_attention_equals_the_oracle(case, name):
         name, device.platform, device.device_kind, dtype=case.dtype, head_dim=case.head_dim, group=case.group
     )
     step = make_step(case)
-    got = jax.jit(lambda q, kv, meta: backend.attention(q, kv, backend.prepare(meta), **case.options))(
+    got = jax.jit(lambda q, kv, meta: backend.attention(q, kv, backend.prepare(meta, kv.k.shape[2]), **case.options))(
         step.q, step.kv, step.meta
     )
     assert error_of(got, step) < TOLERANCE[case.dtype]

@@ -62,6 +62,6 @@ def test_the_reference_backend_serves_a_step():
 
     @jax.jit
     def run(q, kv, meta):
-        return backend.attention(q, kv, backend.prepare(meta), **step.case.options)
+        return backend.attention(q, kv, backend.prepare(meta, kv.k.shape[2]), **step.case.options)
 
     assert error_of(run(step.q, step.kv, step.meta), step) < TOLERANCE["float32"]

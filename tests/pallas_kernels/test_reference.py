@@ -29,7 +29,7 @@ MANY_TILES = dataclasses.replace(GPU_TUNING, query_tile=16, prefill_kv_tile=32, 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_equals_the_oracle(case):
     step = make_step(case)
-    got = jax.jit(lambda q, kv, meta: reference.attention(q, kv, reference.prepare(meta), **case.options))(
+    got = jax.jit(lambda q, kv, meta: reference.attention(q, kv, reference.prepare(meta, kv.k.shape[2]), **case.options))(
         step.q, step.kv, step.meta
     )
     assert got.dtype == step.q.dtype
