@@ -107,7 +107,6 @@ class LLM:
             request = self._frontend.make_request(
                 str(next(self._ids)), prompt, p, priority=order, add_special_tokens=special
             )
-            self._engine.check(request)
             text = prompt if isinstance(prompt, str) else None
             builders[request.request_id] = self._frontend.output_builder(request, text)
         try:

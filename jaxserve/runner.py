@@ -75,13 +75,17 @@ class Runner:
         self._steps: dict[tuple[Bucket, bool], Any] = {}
         self._compiles = _CompileCounter()
         self._flags = [0] * self._num_slots
-        self._set_slot = jax.jit(set_slot, donate_argnums=0)
-        self._copy_pages = jax.jit(_copy_pages, donate_argnums=0)
-        self._write_pages = jax.jit(_write_pages, donate_argnums=0)
         self._page_size = page_size
         self.pool = self._size_pool(config)
         self._kv = jax.jit(self._new_kv, static_argnums=0)(self.pool.num_pages)
         self._state = jax.jit(self._new_state, static_argnums=0)(self.pool.max_model_len)
+        extras = self._state.extras
+        one_slot = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), extras)
+        self._set_slot = _compiled(set_slot, extras, np.int32(0), one_slot)
+        self._copy_pages = _compiled(_copy_pages, self._kv, np.zeros((COPIES_AT_ONCE, 2), np.int32))
+        self._write_pages = _compiled(
+            _write_pages, self._state.page_table, np.zeros((PAGE_WRITES_AT_ONCE, 3), np.int32)
+        )
 
     # ------------------------------------------------------------------------------------------------- memory
 
@@ -153,12 +157,6 @@ class Runner:
             futures = [(v, pool.submit(self._lower(*v).compile)) for v in variants]
             for variant, future in tqdm(futures, desc="compiling steps", unit="step"):
                 self._steps[variant] = future.result()
-        trash = self._num_slots - 1
-        row = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), self._state.extras)
-        self._state = self._state._replace(extras=self._set_slot(self._state.extras, np.int32(trash), row))
-        self._copy([(0, 0)])
-        self._write_page_table([(trash, 0, 0)])
-        jax.block_until_ready(self._kv)
         log.info("compiled %d steps in %.1f s", len(variants), time.monotonic() - started)
 
     def _variants(self) -> tuple[bool, ...]:
@@ -267,6 +265,11 @@ class _CompileCounter:
         if event == "/jax/core/compile/backend_compile_duration" and self.counting and self._launching:
             self.count += 1
             log.warning("a program was compiled after warm-up, in %.2f s", duration_s)
+
+
+def _compiled(function: Any, donated: Any, *others: Any) -> Any:
+    """A small call, compiled ahead for arguments of these shapes: it never compiles again, whatever they are bound to."""
+    return jax.jit(function, donate_argnums=0).lower(donated, *others).compile()
 
 
 def build_and_lower(loaded: LoadedModel, layout: PackedLayout, backend: Backend, features: bool, arguments: tuple) -> Any:

@@ -1,0 +1,172 @@
+"""`jaxserve serve` as users run it: two real processes, a real socket, many clients at once, and what can go wrong."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOKENIZER = ROOT / "tests" / "goldens" / "vocab" / "smollm.gguf"
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+START_S = 240
+
+
+class Server:
+    """A running server process; `log()` is what it printed so far."""
+
+    def __init__(self, process: subprocess.Popen, log: Path):
+        self.process, self._log = process, log
+        self.url = ""
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            if found := re.search(r"http://127\.0\.0\.1:\d+", self.log()):
+                self.url = found.group()
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"not ready:\n{self.log()}")
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, *options: str) -> AsyncIterator[Server]:
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
+    command = [
+        sys.executable, "-m", "jaxserve", "serve", str(folder / "model"), "--load-format", "dummy", "--port", "0",
+        "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny", *options,
+    ]  # fmt: skip
+    log = folder / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+    server = Server(process, log)
+    try:
+        await server.wait_until_ready()
+        yield server
+    finally:
+        process.terminate()
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise AssertionError(f"did not end on SIGTERM:\n{server.log()}") from None
+
+
+def body(i: int, **more) -> dict:
+    prompt = [(7 * i + 3 * k) % 500 + 5 for k in range(3 + 5 * i % 90)]
+    return {"model": "tiny", "prompt": prompt, "max_tokens": 4 + 3 * i % 50, "ignore_eos": True, "stream": True, **more}
+
+
+async def stream(session: aiohttp.ClientSession, url: str, request: dict, leave_after: int | None = None) -> dict | None:
+    """The last choice and usage of a streamed completion; None if this client went away early."""
+    events, last, usage = 0, None, None
+    async with session.post(f"{url}/v1/completions", json=request) as answer:
+        assert answer.status == 200, await answer.text()
+        async for line in answer.content:
+            if not line.startswith(b"data: ") or line == b"data: [DONE]\n":
+                continue
+            event = json.loads(line[6:])
+            assert "error" not in event, event
+            last, usage = (event["choices"] or [last])[0], event.get("usage") or usage
+            events += 1
+            if events == leave_after:
+                return None
+    assert last is not None and usage is not None
+    return {**last, "usage": usage}
+
+
+async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    async with session.get(f"{url}/metrics") as answer:
+        text = await answer.text()
+    return {m[1]: float(m[2]) for m in re.finditer(r"^jaxserve:(\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)}
+
+
+async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
+    """Metrics once nothing runs or waits any more."""
+    for _ in range(200):
+        found = await metrics(session, url)
+        if not found["num_requests_running"] and not found["num_requests_waiting"]:
+            return found
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"requests never ended: {found}")
+
+
+async def test_64_clients_some_leaving_a_tiny_pool(tmp_path: Path):
+    pool = str(KV_BYTES_PER_TOKEN * (256 + 16 * 20))
+    async with serving(tmp_path, "--kv-cache-memory-bytes", pool, "--max-num-seqs", "16") as server:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as session:
+            options = {"stream_options": {"include_usage": True}}
+            extras = [{}, {"temperature": 0.0}, {"top_p": 0.8, "seed": 3}, {"logprobs": 2}, {"presence_penalty": 1.0}]
+            requests = [body(i, **options, **extras[i % 5]) for i in range(64)]
+            leaving = [2 if i % 7 == 3 else None for i in range(64)]
+            answers = await asyncio.gather(
+                *(stream(session, server.url, r, n) for r, n in zip(requests, leaving, strict=True))
+            )
+            for request, answer, left in zip(requests, answers, leaving, strict=True):
+                if left is None:
+                    assert answer["finish_reason"] == "length"
+                    assert answer["usage"]["completion_tokens"] == request["max_tokens"]
+            after = await settled(session, server.url)
+            assert after["kv_cache_usage_perc"] == 0
+            assert after["compiles_after_warmup_total"] == 0
+            assert after["num_preemptions_total"] > 0
+            alone = [await stream(session, server.url, body(i, **options, temperature=0.0)) for i in (1, 6, 11)]
+            together = await asyncio.gather(
+                *(stream(session, server.url, body(i, **options, temperature=0.0)) for i in (1, 6, 11))
+            )
+            assert [a["text"] for a in alone] == [t["text"] for t in together]
+        assert not re.search(r"Traceback|ERROR", server.log()), server.log()
+
+
+async def test_a_dead_engine_ends_requests_with_an_error_and_the_server_with_a_code(tmp_path: Path):
+    async with serving(tmp_path, "--enforce-eager") as server:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+            asking = asyncio.create_task(
+                session.post(f"{server.url}/v1/completions", json=body(1, max_tokens=200, stream=False))
+            )
+            await asyncio.sleep(0.5)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            answer = await asking
+            assert answer.status == 503
+            assert (await answer.json())["error"]["type"] == "ServiceUnavailableError"
+        assert server.process.wait(30) == 1
+        assert "engine process ended" in server.log()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--max-model-len", "100000"), "--max-model-len must be at most the model's 256 tokens, got 100000"),
+        (("--kv-cache-memory-bytes", "64k"), "longest that fits is"),
+        (("--page-size", "64", "--attention-backend", "mosaic_gpu"), "mosaic_gpu cannot run"),
+    ],
+)
+async def test_what_cannot_be_honoured_is_said_in_one_line(tmp_path: Path, options, words):
+    with pytest.raises(AssertionError, match="not ready"):
+        async with serving(tmp_path, *options):
+            pass
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert words in lines[-1]
+    assert not any("Traceback" in line for line in lines)
