@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxserve import step_cache
 from jaxserve.batch import Packer
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
@@ -67,7 +68,8 @@ class Runner:
         max_num_seqs: int,
     ):  # fmt: skip
         self._loaded, self._model, self._backend = loaded, loaded.config, backend
-        self._dtype = jax.tree.leaves(loaded.params)[0].dtype
+        self._weights = jax.tree.leaves(loaded.params)
+        self._dtype = self._weights[0].dtype
         self._buckets, self._num_slots = buckets, max_num_seqs + 1  # the last one is the trash slot
         knobs = {name: kind for kind in ("f32", "i32") for name in knob_names(kind)}
         self._layouts = {b: PackedLayout(b, tuple(knobs), page_size) for b in buckets}
@@ -77,6 +79,7 @@ class Runner:
         self._flags = [0] * self._num_slots
         self._page_size = page_size
         self.pool = self._size_pool(config)
+        self._sizes = (self.pool.num_pages, self.pool.max_model_len)
         self._kv = jax.jit(self._new_kv, static_argnums=0)(self.pool.num_pages)
         self._state = jax.jit(self._new_state, static_argnums=0)(self.pool.max_model_len)
         extras = self._state.extras
@@ -120,10 +123,9 @@ class Runner:
     def _profile_step_bytes(self) -> int:
         """Bytes that the slots and the largest step need: read off its compiled program."""
         bucket = max(self._buckets, key=lambda b: b.tokens)
-        arguments = self._argument_shapes(bucket, PROFILE_PAGES, self._model.max_model_len)
-        analysis = build_and_lower(self._loaded, self._layouts[bucket], self._backend, True, arguments).compile()
-        memory = analysis.memory_analysis()
-        slots = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(arguments[2]))
+        memory = self._lower(bucket, True, PROFILE_PAGES, self._model.max_model_len).compile().memory_analysis()
+        state = jax.eval_shape(lambda: self._new_state(self._model.max_model_len))
+        slots = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
         return slots + memory.temp_size_in_bytes + max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
 
     def _new_kv(self, num_pages: int) -> list[KVPages]:
@@ -137,14 +139,6 @@ class Runner:
             extras=empty_extras(self._num_slots, max_model_len, self._model.vocab_size),
         )
 
-    def _argument_shapes(self, bucket: Bucket, num_pages: int, max_model_len: int) -> tuple[Any, ...]:
-        return (
-            jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), self._loaded.params),
-            jax.eval_shape(lambda: self._new_kv(num_pages)),
-            jax.eval_shape(lambda: self._new_state(max_model_len)),
-            jax.ShapeDtypeStruct((self._layouts[bucket].size,), jnp.int32),
-        )
-
     # ------------------------------------------------------------------------------------------------ compile
 
     def warm_up(self) -> None:
@@ -154,7 +148,7 @@ class Runner:
         threading.stack_size(COMPILE_STACK_BYTES)
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             threading.stack_size(0)
-            futures = [(v, pool.submit(self._lower(*v).compile)) for v in variants]
+            futures = [(v, pool.submit(self._lower(*v, *self._sizes).compile)) for v in variants]
             for variant, future in tqdm(futures, desc="compiling steps", unit="step"):
                 self._steps[variant] = future.result()
         log.info("compiled %d steps in %.1f s", len(variants), time.monotonic() - started)
@@ -163,15 +157,27 @@ class Runner:
         # On a CPU a stage that no row needs costs nothing (lax.cond), so that one variant serves all rows.
         return (True,) if self._backend.platform == "cpu" else (False, True)
 
-    def _lower(self, bucket: Bucket, features: bool) -> Any:
-        arguments = self._argument_shapes(bucket, self.pool.num_pages, self.pool.max_model_len)
-        return build_and_lower(self._loaded, self._layouts[bucket], self._backend, features, arguments)
+    def _lower(self, bucket: Bucket, features: bool, num_pages: int, max_model_len: int) -> Any:
+        """The step of a bucket as a function of flat arrays: weights, then KV and state (donated), then packed."""
+        layout = self._layouts[bucket]
+        step = build_step(self._loaded.graphdef, layout, self._backend, features=features)
+        donated = jax.eval_shape(lambda: (self._new_kv(num_pages), self._new_state(max_model_len)))
+        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        shapes, tree = jax.tree.flatten((self._loaded.params, *donated, packed))
+        shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes]
+        first, count = len(self._weights), len(jax.tree.leaves(donated))
+        return step_cache.lower(
+            lambda *leaves: jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves))),
+            shapes,
+            donated=range(first, first + count),
+            name=f"{self._model} {layout} {self._backend.name} {features=}",
+        )
 
     def _step(self, bucket: Bucket, features: bool) -> Any:
         """The compiled step; compiled now only under --enforce-eager."""
         features = features or len(self._variants()) == 1
         if (bucket, features) not in self._steps:
-            self._steps[bucket, features] = self._lower(bucket, features).compile()
+            self._steps[bucket, features] = self._lower(bucket, features, *self._sizes).compile()
         return self._steps[bucket, features]
 
     def count_compiles(self) -> None:
@@ -199,8 +205,10 @@ class Runner:
             features = flags or any(seq.score_prompt for seq in plan.prefill.seqs)
             step = self._step(bucket, features)
             packed = jax.device_put(self._packer.pack(plan, bucket))
-            self._kv, self._state, output = step(self._loaded.params, self._kv, self._state, packed)
-            wanted = self._wanted(plan, output)
+            mine, tree = jax.tree.flatten((self._kv, self._state))
+            results = step(*self._weights, *mine, packed)
+            self._kv, self._state = jax.tree.unflatten(tree, results[: len(mine)])
+            wanted = self._wanted(plan, StepOutput(*results[len(mine) :]))
             for array in wanted:
                 if array is not None:
                     array.copy_to_host_async()
@@ -270,12 +278,6 @@ class _CompileCounter:
 def _compiled(function: Any, donated: Any, *others: Any) -> Any:
     """A small call, compiled ahead for arguments of these shapes: it never compiles again, whatever they are bound to."""
     return jax.jit(function, donate_argnums=0).lower(donated, *others).compile()
-
-
-def build_and_lower(loaded: LoadedModel, layout: PackedLayout, backend: Backend, features: bool, arguments: tuple) -> Any:
-    """The step of one bucket, lowered for arguments or their shapes: (params, kv, state, packed)."""
-    step = build_step(loaded.graphdef, layout, backend, features=features)
-    return jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
 
 
 def _copy_pages(kv: list[KVPages], pairs: jax.Array) -> list[KVPages]:

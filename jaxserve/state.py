@@ -32,8 +32,8 @@ class StepOutput(NamedTuple):
     """What a step gives back, still on the device. Float columns travel as the bits of int32."""
 
     tokens: Int32[Array, " S"]  # drawn ids; -1: the logits were not finite
-    logprobs: Int32[Array, "S C"] | None  # logprob, rank, top ids, top logprobs
-    prompt_logprobs: Int32[Array, "T_p C"] | None
+    logprobs: Int32[Array, "S C"] | None = None  # logprob, rank, top ids, top logprobs
+    prompt_logprobs: Int32[Array, "T_p C"] | None = None
 
 
 class PackedLayout:
@@ -55,6 +55,9 @@ class PackedLayout:
         for name, shape in shapes.items():
             self._parts[name] = (self.size, shape)
             self.size += int(np.prod(shape))
+
+    def __str__(self) -> str:
+        return f"{self.bucket!r} {self.columns} pages of {self.page_size}"
 
     def views[A: (np.ndarray, jax.Array)](self, packed: A) -> dict[str, A]:
         """The named parts of a packed buffer: views of a numpy one, slices of a traced one."""

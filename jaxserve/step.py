@@ -53,7 +53,7 @@ def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, feature
             model.logits(hidden[last]), _sampling_rows(rows), state.extras, rows["slot"], features=features
         )
         state = _remember(state, rows, drawn.token, features)
-        output = StepOutput(drawn.token, None, None)
+        output = StepOutput(drawn.token)
         if features:
             output = output._replace(logprobs=_pack_logprobs(drawn.logprob, drawn.rank, drawn.top_ids, drawn.top_logprobs))
             if bucket.prefill_tokens:

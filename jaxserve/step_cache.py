@@ -1,0 +1,70 @@
+"""Steps traced once per machine: a second start reads their StableHLO from disk instead of tracing Python again.
+
+XLA's own cache keeps compiled programs, but finds them by the traced module, and tracing a step takes about a second
+of Python on a slow core. Files are named by everything that the module depends on, this package's source included.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+
+from jaxserve.config import cache_dir
+
+log = logging.getLogger(__name__)
+
+_OURS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)  # kernels that stay with the jax version they are of
+
+
+def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donated: range, name: str) -> Any:
+    """`function` of flat array arguments, lowered, to be compiled; `name` tells apart what shapes do not.
+
+    Arguments at the positions `donated` are donated. Raises what tracing raises.
+    """
+    donate = tuple(donated)
+    path = cache_dir() / "steps" / f"{_key(name, shapes)}.stablehlo"
+    exported = _read(path)
+    if exported is None:
+        exported = export.export(jax.jit(function, donate_argnums=donate), disabled_checks=_OURS)(*shapes)
+        _write(path, exported.serialize())
+    return jax.jit(exported.call, donate_argnums=donate).lower(*shapes)
+
+
+def _key(name: str, shapes: list[Any]) -> str:
+    device = jax.local_devices()[0]
+    facts = [name, _source(), jax.__version__, device.platform, device.device_kind, *(f"{s.dtype}{s.shape}" for s in shapes)]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()
+
+
+@cache
+def _source() -> str:
+    """Digest of this package's source: a changed line is a new step."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> export.Exported | None:
+    try:
+        return export.deserialize(bytearray(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a damaged file must not keep the server from starting
+        log.warning("%s cannot be read (%s): tracing that step again", path, error)
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all: another process may read it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)
