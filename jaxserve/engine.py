@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, cache_dir, set_memory_share
-from jaxserve.errors import ConfigError, EngineError, DeadlineExceeded
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError
 from jaxserve.plan import Event, Plan
 from jaxserve.request import MAX_LOGPROBS, EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
 from jaxserve.scheduler import Scheduler
@@ -62,7 +62,8 @@ class Engine:
         page_size = config.page_size or backend.default_page_size
         if page_size not in backend.page_sizes:
             raise ConfigError(
-                f"--page-size must be one of {', '.join(map(str, backend.page_sizes))} for {backend.name}, got {page_size}",
+                f"--page-size must be one of {', '.join(map(str, backend.page_sizes))} for the {backend.name} backend, "
+                f"got {page_size}",
                 param="page_size",
             )
         loaded = load_model(
@@ -165,7 +166,9 @@ class Engine:
 
     def _delta(self, event: Event, logprobs: np.ndarray | None) -> SequenceDelta:
         seq, request = event.seq, event.seq.request
-        delta = SequenceDelta(request.request_id, seq.index, finish_reason=event.finish_reason, stop_reason=event.stop_reason)
+        delta = SequenceDelta(
+            request.request_id, seq.index, finish_reason=event.finish_reason, stop_reason=event.stop_reason
+        )
         if event.token is not None:
             delta.token_ids = [event.token]
             if request.params.logprobs is not None and logprobs is not None:
@@ -190,7 +193,7 @@ class Engine:
             delta.prompt_logprobs = self._prompt_logprobs.get(request.request_id)
 
     def _take_prompt_logprobs(self, plan: Plan, rows: np.ndarray) -> None:
-        """Files the logprobs of a chunk's prompt tokens. Token 0 has none; token i's stand in the row of token i - 1."""
+        """Files the logprobs of a chunk's prompt tokens. Token 0 has none; those of token i stand in row i - 1."""
         prefill, at = plan.prefill, 0
         for seq, start, count in zip(prefill.seqs, prefill.starts, prefill.counts, strict=True):
             if seq.score_prompt and seq.finish_reason is None:
@@ -198,7 +201,9 @@ class Engine:
                 filed = self._prompt_logprobs.setdefault(request.request_id, [None])
                 ids = seq.token_ids[start + 1 : min(start + count + 1, seq.prompt_len)]
                 del filed[start + 1 :]  # a preempted prompt is scored anew
-                filed += [_unpack_logprobs(rows[at + i], t, request.params.prompt_logprobs or 0) for i, t in enumerate(ids)]
+                filed += [
+                    _unpack_logprobs(rows[at + i], t, request.params.prompt_logprobs or 0) for i, t in enumerate(ids)
+                ]
             at += count
 
 

@@ -314,7 +314,9 @@ class EngineServer:
 
     def _fail(self, error: Exception) -> None:
         """Tells every front end, also one whose Hello still waits in the queue, why the engine ends."""
-        info = error.info() if isinstance(error, JaxserveError) else EngineDead(f"{type(error).__name__}: {error}").info()
+        info = (
+            error.info() if isinstance(error, JaxserveError) else EngineDead(f"{type(error).__name__}: {error}").info()
+        )
         while self._socket.poll(100):
             self._front_ends.append(self._socket.recv_multipart()[0])
         for front_end in dict.fromkeys(self._front_ends):

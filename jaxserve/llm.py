@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -89,9 +89,9 @@ class LLM:
         """The engine's counters since start."""
         return self._engine.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached pages; False if some are held by running sequences."""
-        return self._engine.reset_prefix_cache()
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached pages: the next prompts are computed anew."""
+        self._engine.reset_prefix_cache()
 
     def _run(
         self,
@@ -137,7 +137,8 @@ class LLM:
                         tokens_in += len(builder.request.prompt_token_ids)
                         elapsed = max(bar.format_dict["elapsed"], 1e-6)
                         bar.set_postfix_str(
-                            f"est. speed input: {tokens_in / elapsed:.2f} toks/s, output: {tokens_out / elapsed:.2f} toks/s",
+                            f"est. speed input: {tokens_in / elapsed:.2f} toks/s, "
+                            f"output: {tokens_out / elapsed:.2f} toks/s",
                             refresh=False,
                         )
                         bar.update()
@@ -157,7 +158,7 @@ def _prompt(prompt: Prompt) -> str | list[int]:
                 f"a prompt dict holds exactly one of prompt, prompt_token_ids; got {sorted(prompt)}", param="prompt"
             )
         prompt = prompt[known[0]]
-    return prompt if isinstance(prompt, str) else list(prompt)
+    return prompt if isinstance(prompt, str) else cast("list[int]", list(prompt))
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -1,10 +1,10 @@
 """What a client asked for, what the engine answers, and the seam between the two. Never imports jax.
 
-    SamplingParams   how to turn logits into tokens; every knob is declared once here
-    Request          one accepted prompt with its resolved params, as the engine sees it
-    SequenceDelta    what one step added to one sequence of a request
-    RequestOutput    the whole answer, as the offline API returns it
-    EngineClient     the seam: submit a request, iterate its deltas
+SamplingParams   how to turn logits into tokens; every knob is declared once here
+Request          one accepted prompt with its resolved params, as the engine sees it
+SequenceDelta    what one step added to one sequence of a request
+RequestOutput    the whole answer, as the offline API returns it
+EngineClient     the seam: submit a request, iterate its deltas
 """
 
 import math
@@ -145,7 +145,7 @@ def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
     if isinstance(value, list):
         _check_items(name, value, annotation)
     if is_number:
-        if float in types and not _is_finite(value):
+        if isinstance(value, int | float) and float in types and not _is_finite(value):
             raise RequestError(f"{name} must be finite, got {short(value)}", param=name)
         for key, sign, holds in (
             ("ge", "at least", lambda v, x: v >= x),
@@ -166,7 +166,11 @@ def _is_finite(value: int | float) -> bool:
 
 def _check_items(name: str, value: list, annotation: Any) -> None:
     item = next(
-        (a.__args__[0] for a in (annotation, *getattr(annotation, "__args__", ())) if getattr(a, "__origin__", 0) is list),
+        (
+            a.__args__[0]
+            for a in (annotation, *getattr(annotation, "__args__", ()))
+            if getattr(a, "__origin__", 0) is list
+        ),
         None,
     )
     for i, v in enumerate(value):

@@ -1,7 +1,7 @@
 """Owns the device: weights, KV pages, per-slot state, and the compiled steps. launch() a plan, collect() its results.
 
-    launch(plan) ── packs one int32 buffer, calls the bucket's executable; returns at once
-    collect(launched) ── waits for the drawn ids (and logprobs, if a row wants them)
+launch(plan) ── packs one int32 buffer, calls the bucket's executable; returns at once
+collect(launched) ── waits for the drawn ids (and logprobs, if a row wants them)
 """
 
 import logging
@@ -23,9 +23,9 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.loading import LoadedModel
 from jaxserve.paging.kv_cache import GiB, PoolSize, size_pool
-from jaxserve.plan import Plan
 from jaxserve.pallas_kernels.ops import Backend
 from jaxserve.pallas_kernels.reference import KVPages
+from jaxserve.plan import Plan
 from jaxserve.request import knob_names
 from jaxserve.sampling import EDITS, LOGPROBS, empty_extras, pack_extras, request_flags, set_slot
 from jaxserve.shapes import Bucket, ceil_div, choose_bucket
@@ -108,7 +108,7 @@ class Runner:
         )
 
     def _free_bytes(self) -> int:
-        """What weights, slots and the largest step leave of the device's share. On CPU: fixed, at most a quarter of RAM."""
+        """What weights, slots and the largest step leave of the device's share. On CPU: fixed, or a quarter of RAM."""
         device = jax.local_devices()[0]
         stats = device.memory_stats()
         if device.platform == "cpu" or not stats:
@@ -130,7 +130,9 @@ class Runner:
 
     def _new_kv(self, num_pages: int) -> list[KVPages]:
         shape = (num_pages, self._model.num_kv_heads, self._page_size, self._model.head_dim)
-        return [KVPages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self._model.num_layers)]
+        return [
+            KVPages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self._model.num_layers)
+        ]
 
     def _new_state(self, max_model_len: int) -> DeviceState:
         return DeviceState(
@@ -255,7 +257,7 @@ class Runner:
 
 
 class _CompileCounter:
-    """Counts XLA compilations while a launch is under way, once `counting` is set. Used as a context around launches."""
+    """Counts XLA compilations while a launch is under way, once `counting` is set. A context around launches."""
 
     def __init__(self) -> None:
         self.counting = False
@@ -269,14 +271,14 @@ class _CompileCounter:
     def __exit__(self, *_: object) -> None:
         self._launching = False
 
-    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration" and self.counting and self._launching:
             self.count += 1
-            log.warning("a program was compiled after warm-up, in %.2f s", duration_s)
+            log.warning("a program was compiled after warm-up, in %.2f s", duration_secs)
 
 
 def _compiled(function: Any, donated: Any, *others: Any) -> Any:
-    """A small call, compiled ahead for arguments of these shapes: it never compiles again, whatever they are bound to."""
+    """A small call, compiled ahead for arguments of these shapes: it never compiles again, wherever they lie."""
     return jax.jit(function, donate_argnums=0).lower(donated, *others).compile()
 
 

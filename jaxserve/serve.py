@@ -6,7 +6,7 @@ import logging
 import time
 
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.config import DEMO_MODEL, ServeConfig
+from jaxserve.config import ServeConfig
 from jaxserve.engine_process import EngineProcess
 from jaxserve.frontend import Frontend
 from jaxserve.http.app import serve as serve_http

@@ -1,8 +1,8 @@
 """What crosses the edge of the jitted step: its bucket, its one packed input buffer, the state that stays on device.
 
-    host  ──  packed i32[n]  ──►  step  ──►  tokens i32[S], logprobs i32[S, C]  ──►  host
-                                   ▲│
-                   DeviceState, KV ┘└ donated: the same memory goes in and comes out
+host  ──  packed i32[n]  ──►  step  ──►  tokens i32[S], logprobs i32[S, C]  ──►  host
+                               ▲│
+               DeviceState, KV ┘└ donated: the same memory goes in and comes out
 """
 
 from typing import NamedTuple
@@ -65,4 +65,3 @@ class PackedLayout:
             name: packed[start : start + int(np.prod(shape))].reshape(shape)
             for name, (start, shape) in self._parts.items()
         }
-

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
@@ -44,18 +43,20 @@ def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, feature
         rows = dict(zip(layout.columns, parts["rows"], strict=True))
         state = state._replace(page_table=_write_pages(state.page_table, parts["page_writes"]))
         meta, row_starts = _attention_input(bucket, rows, state.page_table)
-        meta = lax.optimization_barrier(backend.prepare(meta, layout.page_size))  # once, not fused into every layer again
+        meta = lax.optimization_barrier(
+            backend.prepare(meta, layout.page_size)
+        )  # once, not fused into every layer again
         tokens = _input_tokens(parts["tokens"], rows["slot"], meta.token_rows, state.last_token)
 
         hidden, kv = model.forward(tokens, meta.positions, kv, Partial(attend, meta))  # [T, D]
         last = jnp.clip(row_starts + rows["count"] - 1, 0, bucket.tokens - 1)
-        drawn = sample(
-            model.logits(hidden[last]), _sampling_rows(rows), state.extras, rows["slot"], features=features
-        )
+        drawn = sample(model.logits(hidden[last]), _sampling_rows(rows), state.extras, rows["slot"], features=features)
         state = _remember(state, rows, drawn.token, features)
         output = StepOutput(drawn.token)
         if features:
-            output = output._replace(logprobs=_pack_logprobs(drawn.logprob, drawn.rank, drawn.top_ids, drawn.top_logprobs))
+            output = output._replace(
+                logprobs=_pack_logprobs(drawn.logprob, drawn.rank, drawn.top_ids, drawn.top_logprobs)
+            )
             if bucket.prefill_tokens:
                 output = output._replace(
                     prompt_logprobs=_prompt_logprobs(model, hidden[bucket.decode_rows :], parts["targets"])
@@ -99,7 +100,10 @@ def _attention_input(
 
 
 def _input_tokens(
-    tokens: Int32[Array, " T"], slots: Int32[Array, " S"], token_rows: Int32[Array, " T"], last_token: Int32[Array, " slots"]
+    tokens: Int32[Array, " T"],
+    slots: Int32[Array, " S"],
+    token_rows: Int32[Array, " T"],
+    last_token: Int32[Array, " slots"],
 ) -> Int32[Array, " T"]:
     """The host's ids, and where it does not know them yet the ids that the last step drew."""
     drawn = last_token[slots[jnp.minimum(token_rows, slots.shape[0] - 1)]]
@@ -139,10 +143,8 @@ def _pack_logprobs(logprob: Array, rank: Array, top_ids: Array, top_logprobs: Ar
     return jnp.concatenate([bits(logprob)[:, None], rank[:, None], top_ids, bits(top_logprobs)], axis=1)
 
 
-def _prompt_logprobs(
-    model: Any, hidden: Float[Array, "T_p D"], targets: Int32[Array, " T_p"]
-) -> Int32[Array, "T_p C"]:
-    """Logprobs of each target, block by block so that no [T_p, V] array ever exists; nothing at all if none is wanted."""
+def _prompt_logprobs(model: Any, hidden: Float[Array, "T_p D"], targets: Int32[Array, " T_p"]) -> Int32[Array, "T_p C"]:
+    """Logprobs of each target, block by block so that no [T_p, V] array ever exists; no work if none is wanted."""
     size = min(LOGPROB_ROWS, hidden.shape[0])
     blocks = -(-hidden.shape[0] // size)
     padding = blocks * size - hidden.shape[0]

@@ -33,13 +33,20 @@ def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donate
     exported = _read(path)
     if exported is None:
         exported = export.export(jax.jit(function, donate_argnums=donate), disabled_checks=_OURS)(*shapes)
-        _write(path, exported.serialize())
+        _write(path, bytes(exported.serialize()))
     return jax.jit(exported.call, donate_argnums=donate).lower(*shapes)
 
 
 def _key(name: str, shapes: list[Any]) -> str:
     device = jax.local_devices()[0]
-    facts = [name, _source(), jax.__version__, device.platform, device.device_kind, *(f"{s.dtype}{s.shape}" for s in shapes)]
+    facts = [
+        name,
+        _source(),
+        jax.__version__,
+        device.platform,
+        device.device_kind,
+        *(f"{s.dtype}{s.shape}" for s in shapes),
+    ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
 

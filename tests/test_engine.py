@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError, DoesNotFit, QueueFull, RequestError
 from jaxserve.models.registry import resolve
-from jaxserve.checkpoint import Checkpoint
 from jaxserve.request import Request, SamplingParams
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -45,6 +45,7 @@ FLOORS: dict[str, int] = {
     "sequence": 3,
     "waiting_queue": 3,
     "step": 4,
+    "step_cache": 4,
     "runner": 5,
     "engine": 6,
     "engine_process": 7,

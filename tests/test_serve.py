@@ -78,7 +78,9 @@ def body(i: int, **more) -> dict:
     return {"model": "tiny", "prompt": prompt, "max_tokens": 4 + 3 * i % 50, "ignore_eos": True, "stream": True, **more}
 
 
-async def stream(session: aiohttp.ClientSession, url: str, request: dict, leave_after: int | None = None) -> dict | None:
+async def stream(
+    session: aiohttp.ClientSession, url: str, request: dict, leave_after: int | None = None
+) -> dict | None:
     """The last choice and usage of a streamed completion; None if this client went away early."""
     events, last, usage = 0, None, None
     async with session.post(f"{url}/v1/completions", json=request) as answer:

@@ -38,7 +38,9 @@ def test_the_step_lowers_for_cuda(model, bucket: Bucket, features: bool):
     pages = jax.ShapeDtypeStruct((PAGES, 2, PAGE_SIZE, 64), jnp.bfloat16)
     state = jax.eval_shape(
         lambda: DeviceState(
-            jnp.zeros(SLOTS, jnp.int32), jnp.zeros((SLOTS, MAX_LEN // PAGE_SIZE), jnp.int32), empty_extras(SLOTS, MAX_LEN, 512)
+            jnp.zeros(SLOTS, jnp.int32),
+            jnp.zeros((SLOTS, MAX_LEN // PAGE_SIZE), jnp.int32),
+            empty_extras(SLOTS, MAX_LEN, 512),
         )
     )
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), model.params)

@@ -22,7 +22,7 @@ from jaxserve.models.base import ModelConfig, Piece
 
 
 class Attend(Protocol):
-    """Writes k and v of this step into the layer's pages, then attends. A pytree (jax.tree_util.Partial), given by the step."""
+    """Writes k and v of this step into the layer's pages, then attends. A jax.tree_util.Partial, given by the step."""
 
     def __call__(
         self,
@@ -212,9 +212,7 @@ def attention(
         q, k = rms_norm(qk[:, :N], w["q_norm"], config.norm_eps), rms_norm(qk[:, N:], w["k_norm"], config.norm_eps)
         qk = jnp.concatenate([q, k], axis=1)
     qk = apply_rope(qk, *rope)
-    out, kv_l = attend(
-        qk[:, :N], qk[:, N:], v, kv_l, scale=config.attention_scale, sliding_window=window, softcap=None
-    )
+    out, kv_l = attend(qk[:, :N], qk[:, N:], v, kv_l, scale=config.attention_scale, sliding_window=window, softcap=None)
     out = matmul(out.reshape(T, N * H), w["o"])
     return (out + w["o_bias"] if config.o_bias else out), kv_l
 

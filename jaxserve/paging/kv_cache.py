@@ -27,8 +27,8 @@ class PoolSize:
     def __str__(self) -> str:
         return (
             f"KV cache: {self.num_pages - 1} pages of {self.page_size} tokens = {self.num_tokens} tokens "
-            f"({self.num_pages * self.page_bytes / GiB:.2f} GiB); {self.num_tokens / self.max_model_len:.1f} sequences of "
-            f"max_model_len {self.max_model_len} fit"
+            f"({self.num_pages * self.page_bytes / GiB:.2f} GiB); {self.num_tokens / self.max_model_len:.1f} sequences "
+            f"of max_model_len {self.max_model_len} fit"
         )
 
 
@@ -56,8 +56,8 @@ def size_pool(
     if need > num_pages * page_bytes:
         raise DoesNotFit(
             f"one sequence of --max-model-len {max_model_len} needs {need / GiB:.2f} GiB of KV cache and there are "
-            f"{budget_bytes / GiB:.2f} GiB; the longest that fits is {longest}: pass --max-model-len {longest} (or auto), "
-            "or give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization",
+            f"{budget_bytes / GiB:.2f} GiB; the longest that fits is {longest}: pass --max-model-len {longest} "
+            "(or auto), or give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization",
             param="max_model_len",
         )
     return PoolSize(num_pages, page_size, page_bytes, max_model_len)

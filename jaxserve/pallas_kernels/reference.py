@@ -206,7 +206,7 @@ def decode_attention(q: Array, kv: KVPages, meta: AttentionInput, masks: Masks, 
 def prefill_attention(q: Array, kv: KVPages, meta: AttentionInput, masks: Masks, tuning: Tuning) -> Array:
     """The prefill region: q [T_p, N, H], ragged chunks -> [T_p, N, H]. Tiles beyond the real ones cost nothing."""
     num_tokens = q.shape[0]
-    tiles = meta.prepared.prefill_tiles if meta.prepared else prefill_tiles(meta, tuning.query_tile)
+    tiles = (meta.prepared and meta.prepared.prefill_tiles) or prefill_tiles(meta, tuning.query_tile)
     per_pass = min(tuning.tiles_per_pass, tiles.rows.shape[0])
     padding = -tiles.rows.shape[0] % per_pass
     tiles = Tiles(*(jnp.pad(x, (0, padding)) for x in tiles))

@@ -70,7 +70,9 @@ def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint):
     def run(params, tokens, rows):
         decoder = nnx.merge(model.graphdef, params)
         positions = jnp.tile(jnp.arange(PADDED), ROWS)
-        hidden, _ = decoder.forward(tokens.reshape(-1), positions, [None] * config.num_layers, jax.tree_util.Partial(attend))
+        hidden, _ = decoder.forward(
+            tokens.reshape(-1), positions, [None] * config.num_layers, jax.tree_util.Partial(attend)
+        )
         return jax.nn.log_softmax(decoder.logits(hidden[rows.reshape(-1)]), axis=-1).reshape(ROWS, 48, -1)
 
     for pair in (DEMO[i : i + ROWS] for i in range(0, len(DEMO), ROWS)):

@@ -45,7 +45,9 @@ def logits_of(model: LoadedModel):
     @jax.jit
     def run(params, ids):
         decoder = nnx.merge(model.graphdef, params)
-        hidden, _ = decoder.forward(ids, jnp.arange(len(ids)), [None] * model.config.num_layers, jax.tree_util.Partial(attend_to_all))
+        hidden, _ = decoder.forward(
+            ids, jnp.arange(len(ids)), [None] * model.config.num_layers, jax.tree_util.Partial(attend_to_all)
+        )
         return decoder.logits(hidden)
 
     def padded(ids: list[int]) -> np.ndarray:  # what follows a token never reaches it: one length, one compilation

@@ -29,9 +29,9 @@ MANY_TILES = dataclasses.replace(GPU_TUNING, query_tile=16, prefill_kv_tile=32, 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_equals_the_oracle(case):
     step = make_step(case)
-    got = jax.jit(lambda q, kv, meta: reference.attention(q, kv, reference.prepare(meta, kv.k.shape[2]), **case.options))(
-        step.q, step.kv, step.meta
-    )
+    got = jax.jit(
+        lambda q, kv, meta: reference.attention(q, kv, reference.prepare(meta, kv.k.shape[2]), **case.options)
+    )(step.q, step.kv, step.meta)
     assert got.dtype == step.q.dtype
     assert error_of(got, step) < TOLERANCE[case.dtype]
     padding = np.asarray(step.meta.token_rows) >= len(step.keys)
@@ -78,9 +78,7 @@ def test_tiles_cover_each_token_once_and_never_cross_a_row():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_write_kv_puts_tokens_in_their_pages_and_padding_in_page_0(dtype):
-    step = make_step(
-        Case(decode=(20, 0, 16), prefill=((5, 5), (33, 70)), prefill_padding=3, dtype=dtype), seed=1
-    )
+    step = make_step(Case(decode=(20, 0, 16), prefill=((5, 5), (33, 70)), prefill_padding=3, dtype=dtype), seed=1)
     k, v = (jnp.asarray(x, jnp.float32) for x in step.new_kv())
     before = KVPages(*(jnp.full_like(pool, 7) for pool in step.kv))
     after = jax.jit(reference.write_kv)(before, k, v, step.meta)
