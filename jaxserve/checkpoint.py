@@ -44,6 +44,8 @@ class Checkpoint(ABC):
     def open(config: EngineConfig) -> "Checkpoint":
         """Resolves `config.model`, downloading it if need be. Raises ConfigError if there is no such model."""
         if config.model == DEMO_MODEL and not Path(DEMO_MODEL).exists():
+            if config.revision is not None:
+                raise ConfigError("--revision is for Hugging Face repos, not for the demo model", param="revision")
             return GGUFCheckpoint(demo.demo_model())
         weights = () if config.load_format == "dummy" else WEIGHT_FILES
         path = find(config.model, (*TOKENIZER_FILES, *weights), revision=config.revision, param="model")
@@ -67,15 +69,15 @@ class Checkpoint(ABC):
             return tokenizer
         try:
             return tokenizer.with_chat_template(Path(config.chat_template).expanduser().read_text())
-        except OSError as error:
-            message = f"--chat-template {config.chat_template}: {error.strerror}"
+        except (OSError, UnicodeDecodeError) as error:
+            message = f"--chat-template {config.chat_template}: {getattr(error, 'strerror', None) or error}"
             raise ConfigError(message, param="chat_template") from None
 
     def sampling_defaults(self, config: EngineConfig) -> dict[str, Any]:
         """What --generation-config says: the model's own generation_config.json, another directory's, or nothing."""
         if config.generation_config == "auto":
             return self.generation_config
-        if config.generation_config == "none":
+        if config.generation_config in ("none", "vllm"):  # "vllm" is how people coming from there say it
             return {}
         return read_json(Path(config.generation_config).expanduser() / "generation_config.json", "generation_config")
 
@@ -144,6 +146,10 @@ def find(model: str, patterns: tuple[str, ...], *, revision: str | None, param: 
     """A .gguf file, a directory, or the local snapshot of a Hugging Face repo, of which only `patterns` are fetched."""
     path = Path(model).expanduser()
     if path.is_dir() or path.is_file() and path.suffix == ".gguf":
+        if revision is not None:
+            raise ConfigError(
+                f"--revision {revision} is for Hugging Face repos, and {model} is local", param="revision"
+            )
         return path
     if path.is_file():
         raise ConfigError(f"{model} is neither a .gguf file nor a directory", param=param)

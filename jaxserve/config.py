@@ -109,7 +109,7 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens of one step at most; none: 8192 on GPU, 256 on CPU",
+        "tokens of one step at most; none: 8192 on GPU, 160 on CPU",
         group="scheduling",
         parse=parse_size,
         ge=16,
@@ -160,6 +160,11 @@ class ServeConfig(EngineConfig):
     ignore_unknown_fields: bool = option(
         False, "accept and drop request fields that jaxserve does not know", group="HTTP server"
     )
+
+    def __post_init__(self) -> None:
+        EngineConfig.__post_init__(self)
+        if any(not key.strip() for key in self.api_key):
+            raise ConfigError("--api-key may not be blank: anybody could send that", param="api_key")
 
 
 def flag_of(f: dataclasses.Field) -> str:

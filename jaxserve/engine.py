@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, cache_dir, set_memory_share
-from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError
 from jaxserve.plan import Event, Plan
 from jaxserve.request import MAX_LOGPROBS, EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
 from jaxserve.scheduler import Scheduler
@@ -79,7 +79,7 @@ class Engine:
         log.info("%s", self._runner.pool)
         if not config.enforce_eager:
             self._runner.warm_up()
-        self._runner.count_compiles()
+            self._runner.count_compiles()
         self.info = EngineInfo(
             model=config.model,
             vocab_size=model_config.vocab_size,
@@ -89,6 +89,7 @@ class Engine:
             num_pages=self._runner.pool.num_pages,
             device=device.device_kind,
             dtype=choices["dtype"],
+            scheduling_policy=config.scheduling_policy,
         )
         self._scheduler = Scheduler(
             num_pages=self._runner.pool.num_pages,
@@ -105,13 +106,16 @@ class Engine:
         self._timeout_s = config.request_timeout
         self._seeds = random.Random(config.seed)
         self._in_flight: Any = None
+        self._broken = ""  # what a step raised: the device's state is not to be trusted any more
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._first_launch_s: dict[str, float] = {}
 
     # ---------------------------------------------------------------------------------------------- requests
 
     def submit(self, request: Request) -> None:
-        """Accepts a request. Raises QueueFull, or RequestError if it can never be served."""
+        """Accepts a request. Raises QueueFull, RequestError if it can never be served, EngineDead after a bad step."""
+        if self._broken:
+            raise EngineDead(f"the engine failed: {self._broken}")
         if request.seed is None:
             request.seed = self._seeds.getrandbits(63)
         if self._timeout_s and request.deadline_s is None:
@@ -145,7 +149,25 @@ class Engine:
     # ------------------------------------------------------------------------------------------------- steps
 
     def step(self) -> list[SequenceDelta]:
-        """Launches the next step, takes in the one before, and returns what that added."""
+        """Launches the next step, takes in the one before, and returns what that added.
+
+        If it raises, all requests are over and the engine takes no more.
+        """
+        try:
+            deltas = self._step()
+        except BaseException as error:
+            self._broken, self._in_flight = f"{type(error).__name__}: {error}", None
+            for request_id in list(self._scheduler.requests):
+                self._scheduler.cancel(request_id, reason="error")
+            self._scheduler.in_flight.clear()
+            raise
+        for delta in deltas:
+            if delta.finish_reason and not self.knows(delta.request_id):
+                self._prompt_logprobs.pop(delta.request_id, None)
+                self._first_launch_s.pop(delta.request_id, None)
+        return deltas
+
+    def _step(self) -> list[SequenceDelta]:
         self._scheduler.expire(time.monotonic())
         plan = self._scheduler.plan()
         launched = self._runner.launch(plan) if plan else None
@@ -176,12 +198,10 @@ class Engine:
             if len(seq.token_ids) == seq.prompt_len + 1:
                 self._add_first_facts(delta, seq)
         if event.finish_reason == "error":
-            delta.error = EngineError("the model gave logits that are not finite").info()
+            why = self._broken or "the model gave logits that are not finite"
+            delta.error = EngineError(why).info()
         elif event.finish_reason == "timeout":
             delta.error = DeadlineExceeded(f"the request took longer than its limit of {self._timeout_s} s").info()
-        if event.finish_reason and not self.knows(request.request_id):
-            self._prompt_logprobs.pop(request.request_id, None)
-            self._first_launch_s.pop(request.request_id, None)
         return delta
 
     def _add_first_facts(self, delta: SequenceDelta, seq: Sequence) -> None:

@@ -141,15 +141,22 @@ class SocketClient:
                 queue.put_nowait(error)
 
     async def _read(self) -> None:
-        while True:
-            match self._decode(await self._socket.recv()):
-                case StepDone(deltas, stats):
-                    self.stats = stats
-                    for delta in deltas:
-                        if queue := self._streams.get(delta.request_id):
-                            queue.put_nowait(delta)
-                case Failed(error, _):
-                    self.die(EngineDead(error.message))
+        try:
+            while True:
+                self._take(self._decode(await self._socket.recv()))
+        except (zmq.ZMQError, msgspec.MsgspecError) as error:
+            log.exception("messages from the engine cannot be read")
+            self.die(EngineDead(f"messages from the engine cannot be read: {error}"))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case StepDone(deltas, stats):
+                self.stats = stats
+                for delta in deltas:
+                    if queue := self._streams.get(delta.request_id):
+                        queue.put_nowait(delta)
+            case Failed(error, _):
+                self.die(EngineDead(error.message))
 
     async def close(self) -> None:
         if self._reader:
@@ -197,7 +204,11 @@ class EngineProcess:
         directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))  # mode 0700: nobody else can connect
         address = f"ipc://{directory}/engine.sock"
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "jaxserve.engine_process", stdin=asyncio.subprocess.PIPE
+            sys.executable,
+            "-m",
+            "jaxserve.engine_process",
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends this one gracefully
         )
         assert process.stdin is not None
         options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
@@ -214,6 +225,9 @@ class EngineProcess:
             ending.cancel()
             await connecting
         else:
+            await asyncio.wait([connecting], timeout=1)  # its last words may still be on the way
+            if connecting.done():
+                await connecting
             connecting.cancel()
             raise EngineDead(f"the engine process ended with code {self._process.returncode} before it was ready")
 
@@ -317,11 +331,15 @@ class EngineServer:
         info = (
             error.info() if isinstance(error, JaxserveError) else EngineDead(f"{type(error).__name__}: {error}").info()
         )
-        while self._socket.poll(100):
-            self._front_ends.append(self._socket.recv_multipart()[0])
-        for front_end in dict.fromkeys(self._front_ends):
-            message = self._encode(Failed(info, isinstance(error, ConfigError)))
+        message = self._encode(Failed(info, isinstance(error, ConfigError)))
+        told = set(self._front_ends)
+        for front_end in told:
             self._socket.send_multipart([front_end, message])
+        deadline_s = time.monotonic() + 0.3
+        while time.monotonic() < deadline_s:
+            if self._socket.poll(100) and (front_end := self._socket.recv_multipart()[0]) not in told:
+                told.add(front_end)
+                self._socket.send_multipart([front_end, message])
         self._socket.close()
         zmq.Context.instance().term()
 

@@ -93,14 +93,20 @@ class Frontend:
         timeout_s: float | None = None,
         arrival_s: float | None = None,
         prompt_field: str = "prompt",
-        max_tokens_field: str = "max_tokens",
+        max_tokens_field: str | None = "max_tokens",
     ) -> Request:
         """Tokenises, checks and resolves. Raises RequestError naming field, limit and value.
+
+        max_tokens_field: what the client called it; None if max_tokens is a default, which yields where room is short.
 
         arrival_s: time.monotonic() when the client's call came in; the deadline is `timeout_s` seconds later.
         """
         arrival_s = time.monotonic() if arrival_s is None else arrival_s
         vocab_size = self.info.vocab_size
+        if priority and self.info.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority needs a server with --scheduling-policy priority, got {priority}", param="priority"
+            )
         params.check_vocab(vocab_size)
         self._check_stops(params)
         bad_words_ids = [ids for word in params.bad_words or () for ids in self._bad_word_ids(word)]
@@ -179,8 +185,10 @@ class Frontend:
                 param=field,
             )
 
-    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, field: str) -> int:
+    def _max_tokens(self, prompt_tokens: int, params: SamplingParams, field: str | None) -> int:
         room = self.info.max_model_len - prompt_tokens
+        if field is None and params.max_tokens is not None:
+            return min(params.max_tokens, room)
         if params.max_tokens is None:
             if params.min_tokens > room:
                 raise RequestError(

@@ -1,7 +1,12 @@
 """`LLM`: the engine in this process, for batch jobs and notebooks. Names and shapes are those of vLLM's class."""
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from tqdm import tqdm
@@ -11,8 +16,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import RequestError
 from jaxserve.frontend import Frontend, OutputBuilder
-from jaxserve.request import EngineStats, RequestOutput, SamplingParams
+from jaxserve.request import EngineStats, RequestOutput, SamplingParams, SequenceDelta
 from jaxserve.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -33,10 +40,9 @@ class LLM:
             raise TypeError(f"LLM() has no option {unknown[0]!r}; it knows {', '.join(known)}")
         config = EngineConfig(model=model, **{"max_queue_len": 2**31, **options})  # offline, the list is the queue
         checkpoint = Checkpoint.open(config)
+        tokenizer, defaults = checkpoint.load_tokenizer(config), checkpoint.sampling_defaults(config)
         self._engine = Engine(config, checkpoint)
-        self._frontend = Frontend(
-            checkpoint.load_tokenizer(config), self._engine.info, checkpoint.sampling_defaults(config)
-        )
+        self._frontend = Frontend(tokenizer, self._engine.info, defaults)
         self._ids = itertools.count()
 
     def generate(
@@ -87,7 +93,7 @@ class LLM:
 
     def get_metrics(self) -> EngineStats:
         """The engine's counters since start."""
-        return self._engine.stats()
+        return replace(self._engine.stats())
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages: the next prompts are computed anew."""
@@ -125,12 +131,14 @@ class LLM:
         tokens_in = tokens_out = 0
         with tqdm(total=len(builders), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
             while self._engine.has_work():
-                for delta in self._engine.step():
-                    if delta.error:
-                        raise delta.error.exception()
+                with _interrupts_held():
+                    deltas = self._engine.step()
+                for delta in deltas:
                     builder = builders[delta.request_id]
                     was_finished = builder.output.finished
-                    if builder.push(delta).stopped:
+                    if delta.error:
+                        _end_with_error(builder.output, delta)
+                    elif builder.push(delta).stopped:
                         self._engine.cancel(delta.request_id, delta.index)
                     tokens_out += len(delta.token_ids)
                     if builder.output.finished and not was_finished:
@@ -142,6 +150,31 @@ class LLM:
                             refresh=False,
                         )
                         bar.update()
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C takes effect after the body: a step that is cut in two would leave the device in an unknown state."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+def _end_with_error(output: RequestOutput, delta: SequenceDelta) -> None:
+    """A timeout or a failure of one sequence: it says so, and the rest of the list goes on."""
+    log.warning(
+        "prompt %s ends with %s: %s", output.request_id, delta.finish_reason, delta.error and delta.error.message
+    )
+    output.outputs[delta.index].finish_reason = delta.finish_reason
+    output.finished = all(one.finished() for one in output.outputs)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

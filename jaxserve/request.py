@@ -20,7 +20,7 @@ MAX_STOP_IDS = 64  # stop_token_ids plus EOS ids, per request
 MAX_LOGIT_BIAS = 1024  # entries of logit_bias, per request
 MAX_BAD_WORDS = 128  # strings in bad_words
 MAX_BAD_WORD_TOKENS = 16  # tokens of one bad word
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS = 4
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 
 
@@ -68,7 +68,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for f in fields(self):
             check_limits(f.name, getattr(self, f.name), f.type, f.metadata)
-        self.top_k = max(self.top_k, 0)
+        self.top_k = min(max(self.top_k, 0), 2**31 - 1)
         self.seed = None if self.seed == -1 else self.seed
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
@@ -279,6 +279,7 @@ class EngineInfo:
     num_pages: int
     device: str
     dtype: str
+    scheduling_policy: str = "fcfs"
 
 
 @dataclass(slots=True)

@@ -149,8 +149,8 @@ class Runner:
         variants = [(b, f) for b in self._buckets for f in self._variants()]
         threading.stack_size(COMPILE_STACK_BYTES)
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            threading.stack_size(0)
             futures = [(v, pool.submit(self._lower(*v, *self._sizes).compile)) for v in variants]
+            threading.stack_size(0)
             for variant, future in tqdm(futures, desc="compiling steps", unit="step"):
                 self._steps[variant] = future.result()
         log.info("compiled %d steps in %.1f s", len(variants), time.monotonic() - started)

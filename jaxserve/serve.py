@@ -3,36 +3,45 @@
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import time
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ServeConfig
 from jaxserve.engine_process import EngineProcess
+from jaxserve.errors import ConfigError
 from jaxserve.frontend import Frontend
 from jaxserve.http.app import serve as serve_http
 from jaxserve.logs import setup_logging
 
 log = logging.getLogger(__name__)
 
+HTTP_NICE = 10
+
 
 def main(config: ServeConfig) -> int:
     """Runs the server until SIGINT or SIGTERM; returns the exit code. Raises ConfigError, EngineDead."""
     setup_logging()
-    with contextlib.suppress(ImportError):  # a faster event loop, where it exists (not on Windows)
-        import uvloop
-
-        return uvloop.run(_serve(config))
-    return asyncio.run(_serve(config))
+    try:
+        from uvloop import run  # a faster event loop, where it exists (not on Windows)
+    except ImportError:
+        from asyncio import run
+    return run(_serve(config))
 
 
 async def _serve(config: ServeConfig) -> int:
     started = time.monotonic()
     checkpoint = await asyncio.to_thread(Checkpoint.open, config)  # before the engine: only one downloads
+    defaults = checkpoint.sampling_defaults(config)
+    _check_port(config)
     engine = await EngineProcess.start(config)
     try:
         tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
         await engine.ready()
-        frontend = Frontend(tokenizer, engine.client.info, checkpoint.sampling_defaults(config))
+        frontend = Frontend(tokenizer, engine.client.info, defaults)
+        if engine.client.info.device == "cpu":
+            _yield_to_the_engine()
         log.info("ready after %.1f s", time.monotonic() - started)
         http = asyncio.create_task(serve_http(frontend, engine.client, config))
         dying = asyncio.create_task(engine.wait())
@@ -47,3 +56,25 @@ async def _serve(config: ServeConfig) -> int:
         return 1
     finally:
         await engine.stop()
+
+
+def _yield_to_the_engine() -> None:
+    """Lowers the priority of this process's threads, where the model runs on the same cores.
+
+    Each layer's matmul joins threads on all cores: one that HTTP pushes aside for a moment holds up the whole step.
+    With one stream on two cores the server does 95% of what the step does alone so, and 70% otherwise.
+    """
+    with contextlib.suppress(OSError):
+        for thread_id in os.listdir("/proc/self/task"):
+            os.setpriority(os.PRIO_PROCESS, int(thread_id), HTTP_NICE)
+
+
+def _check_port(config: ServeConfig) -> None:
+    """Raises ConfigError now if the port is taken, and not after minutes of warm-up."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as error:
+            raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}", param="port") from None

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ def _key(name: str, shapes: list[Any]) -> str:
     device = jax.local_devices()[0]
     facts = [
         name,
+        f"{jax.config.jax_enable_x64} {jax.config.jax_default_matmul_precision}",
         _source(),
-        jax.__version__,
+        *map(version, ("jax", "jaxlib", "flax")),
         device.platform,
         device.device_kind,
         *(f"{s.dtype}{s.shape}" for s in shapes),
@@ -71,7 +73,10 @@ def _read(path: Path) -> export.Exported | None:
 
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all: another process may read it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            (Path(folder) / path.name).write_bytes(data)
+            os.replace(Path(folder) / path.name, path)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): the next start will trace that step again", path, error)

@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--engine-only", action="store_true", help=argparse.SUPPRESS)  # how it calls itself
     args = parser.parse_args()
     if args.engine_only:
-        print(json.dumps(measure_engine(args)))
+        serve_engine(args)
         return 0
     report(args)
     return 0
@@ -65,32 +65,43 @@ def prompts(args: argparse.Namespace, count: int, seed: int) -> list[list[int]]:
     return [list(sample.prompt) for sample in random_samples(count, lengths, VOCAB_SIZE, seed)]  # type: ignore[misc]
 
 
-def measure_engine(args: argparse.Namespace) -> dict[int, float]:
-    """Output tokens/s of LLM.generate by batch size."""
+def serve_engine(args: argparse.Namespace) -> None:
+    """Answers each line of stdin, a list of prompts, with the output tokens/s of LLM.generate()."""
     from jaxserve import LLM, SamplingParams
 
     llm = LLM(dtype="float32")
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
-    speeds = {}
-    for batch in args.concurrency:
-        runs = []
-        for repeat in range(args.repeats + 1):
-            batch_prompts = prompts(args, batch, seed=1000 * batch + repeat)
-            start_s = time.perf_counter()
-            llm.generate(batch_prompts, params, use_tqdm=False)
-            runs.append(batch * args.output_len / (time.perf_counter() - start_s))
-        speeds[batch] = statistics.median(runs[1:])
-    return speeds
+    for line in sys.stdin:
+        batch = json.loads(line)
+        start_s = time.perf_counter()
+        llm.generate(batch, params, use_tqdm=False)
+        print(len(batch) * args.output_len / (time.perf_counter() - start_s), flush=True)
 
 
-def engine_speeds(args: argparse.Namespace) -> dict[int, float]:
-    """The same in a process of its own, so that nothing of it is left when the server is measured."""
-    command = [sys.executable, __file__, "--engine-only"]
-    for name in ("input_len", "output_len", "repeats"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    command += ["--concurrency", *map(str, args.concurrency)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **ENV})
-    return {int(batch): speed for batch, speed in json.loads(done.stdout.splitlines()[-1]).items()}
+class Peer:
+    """A process that answers prompts (a line of JSON) with tokens/s (a line). All of them stay up, so that each figure
+    can be taken next to the others: the speed of a shared machine drifts over minutes."""
+
+    def __init__(self, command: list[str], env: dict[str, str]):
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+
+    def speed(self, batch: list[list[int]]) -> float:
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(batch) + "\n")
+        self._process.stdin.flush()
+        if not (line := self._process.stdout.readline()):
+            sys.exit("scripts/bench_cpu.py: a measured process ended: see above")
+        return float(line)
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def engine_peer(args: argparse.Namespace) -> Peer:
+    command = [sys.executable, __file__, "--engine-only", "--output-len", str(args.output_len)]
+    return Peer(command, {**os.environ, **ENV})
 
 
 # ------------------------------------------------------------------------------------------------------ server
@@ -125,16 +136,6 @@ def is_healthy(url: str) -> bool:
     return False
 
 
-def server_speeds(args: argparse.Namespace, url: str) -> dict[int, dict[str, Any]]:
-    """The median result of `jaxserve bench serve` by concurrency."""
-    results = {}
-    for concurrency in args.concurrency:
-        runs = [bench_serve(args, url, concurrency, seed=1000 * concurrency + i) for i in range(args.repeats + 1)][1:]
-        runs.sort(key=lambda run: run["output_throughput"])
-        results[concurrency] = runs[len(runs) // 2]
-    return results
-
-
 def bench_serve(args: argparse.Namespace, url: str, concurrency: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -151,38 +152,23 @@ def bench_serve(args: argparse.Namespace, url: str, concurrency: int, seed: int)
     return result
 
 
-def starts_and_speeds(args: argparse.Namespace) -> tuple[float, float, dict[int, dict[str, Any]]]:
-    """Seconds to ready cold and warm, and what the warm server does. The demo model is there already."""
-    with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as folder:
-        (Path(folder) / "models").symlink_to(cache_dir() / "models")
-        with server(Path(folder)) as (_, cold_s):
-            pass
-        with server(Path(folder)) as (url, warm_s):
-            return cold_s, warm_s, server_speeds(args, url)
-
-
 # ------------------------------------------------------------------------------------------------ Transformers
 
 TRANSFORMERS = """
-import json, statistics, sys, time
-import torch, transformers
+import json, sys, time
+import torch
 from transformers import AutoModelForCausalLM
 
-task = json.load(open(sys.argv[1]))
-model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32).eval()
-
-def speed(prompts):
-    ids = torch.tensor(prompts)
-    n = task["output_len"]
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+n = int(sys.argv[2])
+for line in sys.stdin:
+    ids = torch.tensor(json.loads(line))
     begin = time.perf_counter()
     with torch.inference_mode():
         out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=n,
                              max_new_tokens=n, pad_token_id=0)
     assert out.shape[1] == ids.shape[1] + n
-    return len(prompts) * n / (time.perf_counter() - begin)
-
-result = {batch: statistics.median([speed(p) for p in runs][1:]) for batch, runs in task["runs"].items()}
-print(json.dumps({"speeds": result, "versions": f"transformers {transformers.__version__}, torch {torch.__version__}"}))
+    print(len(ids) * n / (time.perf_counter() - begin), flush=True)
 """
 
 
@@ -198,29 +184,49 @@ def export_demo_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def transformers_speeds(args: argparse.Namespace) -> tuple[dict[int, float], str]:
-    """Output tokens/s of Transformers' generate() by batch size, and the versions used."""
-    with tempfile.TemporaryDirectory(prefix="jaxserve-export-") as folder:
-        export_demo_model(Path(folder))
-        runs = {b: [prompts(args, b, 1000 * b + i) for i in range(args.repeats + 1)] for b in (1, STATIC_BATCH)}
-        task = Path(folder) / "task.json"
-        task.write_text(json.dumps({"model": folder, "output_len": args.output_len, "runs": runs}))
-        command = [args.transformers_python, "-c", TRANSFORMERS, str(task)]
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # it is another environment
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=env)
-        if done.returncode:
-            sys.exit("scripts/bench_cpu.py: the Transformers part failed: see above")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    return {int(batch): speed for batch, speed in answer["speeds"].items()}, answer["versions"]
+def transformers_versions(args: argparse.Namespace) -> str:
+    script = "import torch, transformers; print(f'transformers {transformers.__version__}, torch {torch.__version__}')"
+    command = [args.transformers_python, "-c", script]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def transformers_peer(args: argparse.Namespace, folder: Path) -> Peer:
+    export_demo_model(folder)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # it is another environment
+    return Peer([args.transformers_python, "-c", TRANSFORMERS, str(folder), str(args.output_len)], env)
 
 
 # ------------------------------------------------------------------------------------------------------ report
 
 
+def side_by_side(args: argparse.Namespace, url: str, engine: Peer, peer: Peer | None) -> dict[int, dict[str, list]]:
+    """Every figure `repeats` times, taken in turn; the first round is not counted."""
+    found: dict[int, dict[str, list]] = {}
+    for n in args.concurrency:
+        columns: dict[str, list] = {"engine": [], "server": [], "peer": []}
+        for repeat in range(args.repeats + 1):
+            seed = 1000 * n + repeat
+            columns["engine"].append(engine.speed(prompts(args, n, seed)))
+            columns["server"].append(bench_serve(args, url, n, seed))
+            if peer and n in (1, STATIC_BATCH):
+                columns["peer"].append(peer.speed(prompts(args, n, seed)))
+        found[n] = {name: runs[1:] for name, runs in columns.items()}
+    return found
+
+
 def report(args: argparse.Namespace) -> None:
-    peer, versions = transformers_speeds(args) if args.transformers_python else ({}, "not measured")
-    engine = engine_speeds(args)
-    cold_s, warm_s, served = starts_and_speeds(args)
+    with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as folder:
+        (Path(folder) / "models").symlink_to(cache_dir() / "models")
+        with server(Path(folder)) as (_, cold_s):
+            pass
+        with server(Path(folder)) as (url, warm_s), tempfile.TemporaryDirectory(prefix="jaxserve-export-") as export:
+            peer = transformers_peer(args, Path(export)) if args.transformers_python else None
+            engine = engine_peer(args)
+            found = side_by_side(args, url, engine, peer)
+            for process in (engine, peer):
+                if process:
+                    process.close()
+    versions = transformers_versions(args) if args.transformers_python else "not measured"
     facts = dict(line.split(": ", 1) for line in environment_lines(with_devices=False) if ": " in line)
     shown = [arg if arg != args.transformers_python else "PYTHON" for arg in sys.argv[1:]]
     memory = facts["memory"].split(",")[0]
@@ -230,14 +236,16 @@ def report(args: argparse.Namespace) -> None:
     print(f"Prompts of {args.input_len} tokens, answers of {args.output_len}, float32, greedy.\n")
     print("| streams | engine, output tok/s | server, output tok/s | server / engine | Transformers, output tok/s |")
     print("|---|---|---|---|---|")
-    for n in args.concurrency:
-        speed = served[n]["output_throughput"]
-        other = f"{peer[n]:.1f} ({'one at a time' if n == 1 else f'static batch of {n}'})" if n in peer else ""
-        print(f"| {n} | {engine[n]:.1f} | {speed:.1f} | {speed / engine[n]:.0%} | {other} |")
+    for n, columns in found.items():
+        alone = statistics.median(columns["engine"])
+        served = statistics.median(run["output_throughput"] for run in columns["server"])
+        other = f"{statistics.median(columns['peer']):.1f}" if columns["peer"] else ""
+        other += f" ({'one at a time' if n == 1 else f'static batch of {n}'})" if other else ""
+        print(f"| {n} | {alone:.1f} | {served:.1f} | {served / alone:.0%} | {other} |")
     print("\n| streams | TTFT p50 / p99 ms | TPOT p50 / p99 ms | ITL p50 / p99 ms | wasted KV slots, mean |")
     print("|---|---|---|---|---|")
-    for n in args.concurrency:
-        row = served[n]
+    for n, columns in found.items():
+        row = sorted(columns["server"], key=lambda run: run["output_throughput"])[len(columns["server"]) // 2]
         cells = [f"{row[f'p50_{m}_ms']:.1f} / {row[f'p99_{m}_ms']:.1f}" for m in ("ttft", "tpot", "itl")]
         waste = row.get("mean_kv_cache_wasted_slots_ratio")
         print(f"| {n} | {' | '.join(cells)} | {'' if waste is None else f'{waste:.1%}'} |")

@@ -13,7 +13,7 @@ import pytest
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
-from jaxserve.errors import ConfigError, DoesNotFit, QueueFull, RequestError
+from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
 from jaxserve.models.registry import resolve
 from jaxserve.request import Request, SamplingParams
 
@@ -211,3 +211,43 @@ def test_max_model_len_auto_takes_what_fits():
     assert engine.info.max_model_len == 64
     with pytest.raises(RequestError, match="64"):
         engine.submit(request("a", range(64), 1))
+
+
+def test_short_answers_of_many_samples_end_in_the_same_step():
+    """Siblings that start and end together: the first one's end must not forget what the others still need."""
+    engine = Engine(config_of("llama"), checks=True)
+    deltas = run(engine, [request("a", range(5, 30), 1, temperature=1.0, n=4, prompt_logprobs=1)])
+    assert [len(ids_of(deltas["a", i])) for i in range(4)] == [1] * 4
+    assert all(deltas["a", i][-1].finish_reason == "length" for i in range(4))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"top_k": 2**40, "temperature": 1.0},
+        {"seed": 2**63 - 1, "temperature": 2.0},
+        {"min_p": 1.0, "top_p": 1e-30, "temperature": 1e-4},
+        {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": -2.0},
+        {"repetition_penalty": 1e-30},
+        {"logit_bias": dict.fromkeys(range(200), 1e30)},
+    ],
+    ids=str,
+)
+def test_extreme_values_never_end_the_engine(params):
+    engine = Engine(config_of("llama"), checks=True)
+    deltas = run(engine, [request("a", [5, 6, 7], 4, **params), request("b", [5, 6, 7], 4)])
+    assert deltas["a", 0][-1].finish_reason in ("length", "error")
+    assert deltas["b", 0][-1].finish_reason == "length"
+
+
+def test_a_failed_step_ends_all_requests_and_the_engine_takes_no_more():
+    engine = Engine(config_of("llama"), checks=True)
+    engine.submit(request("a", [5, 6, 7], 4))
+    engine.step()
+    engine._runner.launch = None  # type: ignore[method-assign]
+    with pytest.raises(TypeError):
+        engine.step()
+    assert [(d.request_id, d.finish_reason) for d in engine.step()] == [("a", "error")]
+    assert not engine.has_work()
+    with pytest.raises(EngineDead, match="NoneType"):
+        engine.submit(request("b", [5, 6, 7], 4))

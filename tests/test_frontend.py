@@ -26,7 +26,7 @@ def tokenizer() -> Tokenizer:
 def make_frontend(tokenizer: Tokenizer, **defaults) -> Frontend:
     info = EngineInfo(
         model="m", vocab_size=len(VOCAB), max_model_len=LIMIT, max_num_seqs=4, page_size=16, num_pages=8,
-        device="cpu", dtype="float32",
+        device="cpu", dtype="float32", scheduling_policy="priority",
     )  # fmt: skip
     return Frontend(tokenizer, info, defaults)
 

@@ -20,7 +20,10 @@ def load_llm(args: argparse.Namespace) -> "LLM":
     config = from_arguments(args, EngineConfig)
     from jaxserve.llm import LLM  # after the options are checked: this imports jax
 
-    return LLM(**dataclasses.asdict(config))
+    given = {
+        f.name: getattr(config, f.name) for f in dataclasses.fields(config) if getattr(config, f.name) != f.default
+    }
+    return LLM(**given)  # not the defaults: LLM has its own for an offline list
 
 
 @dataclasses.dataclass

@@ -36,7 +36,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     params = make_params(server, body, sampling)
     call_id = f"chatcmpl-{uuid.uuid4().hex}"
     size = request.content_length or 0
-    text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, arrival_s))
+    field = _max_tokens_field(body, sampling)
+    text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s))
     answer = ChatAnswer(server, call_id, body, text, "prompt_logprobs" in sampling)
     generation = Generation(server, [text])
     if body.stream:
@@ -56,7 +57,15 @@ def make_params(server: Server, body: ChatBody, sampling: dict[str, Any]) -> Sam
     return server.frontend.params(**sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
 
 
-def _make_request(server: Server, call_id: str, body: ChatBody, params: SamplingParams, arrival_s: float) -> Request:
+def _max_tokens_field(body: ChatBody, sampling: dict[str, Any]) -> str | None:
+    if body.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return "max_tokens" if sampling.get("max_tokens") is not None else None
+
+
+def _make_request(
+    server: Server, call_id: str, body: ChatBody, params: SamplingParams, max_tokens_field: str | None, arrival_s: float
+) -> Request:
     messages = chat.check_messages(body.messages, ignore_unknown=server.config.ignore_unknown_fields)
     prompt = chat.render(
         server.frontend.tokenizer,
@@ -74,7 +83,7 @@ def _make_request(server: Server, call_id: str, body: ChatBody, params: Sampling
         timeout_s=server.config.request_timeout,
         arrival_s=arrival_s,
         prompt_field="messages",
-        max_tokens_field="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
+        max_tokens_field=max_tokens_field,
     )
 
 

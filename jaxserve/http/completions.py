@@ -28,8 +28,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     params = make_params(server, body, sampling, score_only)
     prompts = body.prompts()
     call_id = f"cmpl-{uuid.uuid4().hex}"
+    field = "max_tokens" if "max_tokens" in sampling else None
     size_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, arrival_s)
+    requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
     texts = [server.frontend.text(each) for each in requests]
     answer = CompletionAnswer(server, call_id, body, texts, prompts, score_only, "prompt_logprobs" in sampling)
     generation = Generation(server, texts)
@@ -64,6 +65,7 @@ def _make_requests(
     body: CompletionBody,
     params: SamplingParams,
     prompts: list[str | list[int]],
+    max_tokens_field: str | None,
     arrival_s: float,
 ) -> list[Request]:
     return [
@@ -76,6 +78,7 @@ def _make_requests(
             timeout_s=server.config.request_timeout,
             arrival_s=arrival_s,
             prompt_field="prompt" if len(prompts) == 1 else f"prompt.{i}",
+            max_tokens_field=max_tokens_field,
         )
         for i, prompt in enumerate(prompts)
     ]

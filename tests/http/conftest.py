@@ -106,6 +106,7 @@ class FakeEngine:
         self.info = EngineInfo(
             model="fake", vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             page_size=16, num_pages=64, device="cpu", dtype="float32",
+            scheduling_policy="priority",
         )  # fmt: skip
         self.stats = EngineStats(pages_total=64)
         self.gate = asyncio.Event()
