@@ -299,3 +299,9 @@ def test_repos_that_are_not_there(hub, tmp_path):
     assert "no name of a Hugging Face repo" in open_in_a_process(hub.url, tmp_path, model="-bad name-")["error"]
     unreachable = open_in_a_process("http://127.0.0.1:9", tmp_path, model="owner/tiny")
     assert unreachable["error"] == "owner/tiny is not in the local cache and Hugging Face cannot be reached"
+
+
+@pytest.mark.parametrize("model", [GOLDENS / "llama", VOCAB / "qwen2.gguf"])
+def test_a_revision_of_a_local_model_is_refused(model):
+    with pytest.raises(ConfigError, match="--revision main is for Hugging Face repos"):
+        open_(model, revision="main")

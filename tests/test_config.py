@@ -201,3 +201,9 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_the_docs_are_made_from_the_options():
     page = DOCS.read_text()
     assert config.options_markdown(ServeConfig) in page, "run scripts/make_options_page"
+
+
+@pytest.mark.parametrize("keys", [[""], ["good", " "]])
+def test_a_blank_api_key_is_refused(keys):
+    with pytest.raises(ConfigError, match="--api-key may not be blank"):
+        ServeConfig(api_key=keys)

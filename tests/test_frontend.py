@@ -170,3 +170,18 @@ def test_render_chat_needs_a_template(frontend):
     with pytest.raises(RequestError) as caught:
         frontend.render_chat([{"role": "user", "content": "a"}])
     assert caught.value.param == "chat_template"
+
+
+def test_a_default_max_tokens_yields_where_room_is_short_and_a_given_one_is_refused(frontend):
+    prompt = list(range(2, LIMIT - 1))  # leaves room for three
+    params = SamplingParams(max_tokens=16)
+    assert frontend.make_request("r", prompt, params, max_tokens_field=None).max_tokens == 3
+    with pytest.raises(RequestError, match=r"max_completion_tokens must be at most 3"):
+        frontend.make_request("r", prompt, params, max_tokens_field="max_completion_tokens")
+
+
+def test_a_priority_that_nobody_would_heed_is_refused(tokenizer):
+    frontend = make_frontend(tokenizer)
+    frontend.info.scheduling_policy = "fcfs"
+    with pytest.raises(RequestError, match="--scheduling-policy priority, got 2"):
+        frontend.make_request("r", [2, 3], SamplingParams(), priority=2)
