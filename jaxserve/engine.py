@@ -137,10 +137,6 @@ class Engine:
         """Forgets all cached pages."""
         self._scheduler.reset_prefix_cache()
 
-    def check(self) -> None:
-        """Raises InvariantError if the host's books contradict each other."""
-        self._scheduler.check()
-
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
         stats.compiles_after_warmup = self._runner.compiles_after_warmup

@@ -4,7 +4,9 @@ launch(plan) ── packs one int32 buffer, calls the bucket's executable; retur
 collect(launched) ── waits for the drawn ids (and logprobs, if a row wants them)
 """
 
+import functools
 import logging
+import operator
 import os
 import threading
 import time
@@ -203,14 +205,20 @@ class Runner:
             if len(plan.page_writes) > room:  # long cached prompts were admitted
                 self._write_page_table(plan.page_writes[room:])
                 plan.page_writes = plan.page_writes[:room]
-            flags = any(self._flags[slot] for rows in (plan.decode, plan.prefill) for slot in rows.slots)
-            features = flags or any(seq.score_prompt for seq in plan.prefill.seqs)
-            step = self._step(bucket, features)
+            asked = functools.reduce(
+                operator.or_, (self._flags[slot] for slot in plan.decode.slots + plan.prefill.slots)
+            )
+            scored = any(seq.score_prompt for seq in plan.prefill.seqs)
+            step = self._step(bucket, bool(asked) or scored)
             packed = jax.device_put(self._packer.pack(plan, bucket))
             mine, tree = jax.tree.flatten((self._kv, self._state))
             results = step(*self._weights, *mine, packed)
             self._kv, self._state = jax.tree.unflatten(tree, results[: len(mine)])
-            wanted = self._wanted(plan, StepOutput(*results[len(mine) :]))
+            output = StepOutput(*results[len(mine) :])
+            # Only what some row asked for is copied to the host.
+            wanted = StepOutput(
+                output.tokens, output.logprobs if asked & LOGPROBS else None, output.prompt_logprobs if scored else None
+            )
             for array in wanted:
                 if array is not None:
                     array.copy_to_host_async()
@@ -224,14 +232,6 @@ class Runner:
             np.asarray(output.tokens)[at],
             None if output.logprobs is None else np.asarray(output.logprobs)[at],
             None if output.prompt_logprobs is None else np.asarray(output.prompt_logprobs),
-        )
-
-    def _wanted(self, plan: Plan, output: StepOutput) -> StepOutput:
-        """Only what some row asked for is copied to the host."""
-        logprobs = any(self._flags[slot] & LOGPROBS for rows in (plan.decode, plan.prefill) for slot in rows.slots)
-        prompt = any(seq.score_prompt for seq in plan.prefill.seqs)
-        return StepOutput(
-            output.tokens, output.logprobs if logprobs else None, output.prompt_logprobs if prompt else None
         )
 
     def _set_up_slots(self, plan: Plan) -> None:
