@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import socket
 import time
+from collections.abc import Callable
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ServeConfig
@@ -18,6 +20,7 @@ from jaxserve.logs import setup_logging
 log = logging.getLogger(__name__)
 
 HTTP_NICE = 10
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main(config: ServeConfig) -> int:
@@ -31,18 +34,20 @@ def main(config: ServeConfig) -> int:
 
 
 async def _serve(config: ServeConfig) -> int:
-    started = time.monotonic()
-    checkpoint = await asyncio.to_thread(Checkpoint.open, config)  # before the engine: only one downloads
-    defaults = checkpoint.sampling_defaults(config)
-    _check_port(config)
-    engine = await EngineProcess.start(config)
+    starting, signals = asyncio.create_task(_start(config)), []
+
+    def interrupt(number: int) -> None:
+        if not signals:
+            starting.cancel()
+        signals.append(number)
+
+    _on_signals(interrupt)
     try:
-        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
-        await engine.ready()
-        frontend = Frontend(tokenizer, engine.client.info, defaults)
-        if engine.client.info.device == "cpu":
-            _yield_to_the_engine()
-        log.info("ready after %.1f s", time.monotonic() - started)
+        engine, frontend = await starting
+    except asyncio.CancelledError:
+        _die_of(signals[0])
+        raise
+    try:
         http = asyncio.create_task(serve_http(frontend, engine.client, config))
         dying = asyncio.create_task(engine.wait())
         await asyncio.wait([http, dying], return_when=asyncio.FIRST_COMPLETED)
@@ -55,7 +60,42 @@ async def _serve(config: ServeConfig) -> int:
             await http
         return 1
     finally:
+        for number in SIGNALS:  # it is ending as it is
+            signal.signal(number, signal.SIG_IGN)
         await engine.stop()
+
+
+async def _start(config: ServeConfig) -> tuple[EngineProcess, Frontend]:
+    """A warm engine and its front end. If it fails or is cancelled, no engine is left."""
+    started = time.monotonic()
+    checkpoint = await asyncio.to_thread(Checkpoint.open, config)  # before the engine: only one downloads
+    defaults = checkpoint.sampling_defaults(config)
+    _check_port(config)
+    engine = await EngineProcess.start(config)
+    try:
+        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
+        await engine.ready()
+    except BaseException:
+        await engine.stop()
+        raise
+    if engine.client.info.device == "cpu":
+        _yield_to_the_engine()
+    log.info("ready after %.1f s", time.monotonic() - started)
+    return engine, Frontend(tokenizer, engine.client.info, defaults)
+
+
+def _on_signals(handler: Callable[[int], object]) -> None:
+    """From now on SIGINT and SIGTERM call `handler`, until serve() takes them."""
+    for number in SIGNALS:
+        with contextlib.suppress(NotImplementedError):  # on Windows: signals end the process
+            asyncio.get_running_loop().add_signal_handler(number, handler, number)
+
+
+def _die_of(number: int) -> None:
+    """Ends this process as the signal would have: at once, where an exit would wait for a thread that downloads."""
+    log.info("interrupted while starting")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 def _yield_to_the_engine() -> None:

@@ -6,10 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
@@ -44,25 +45,42 @@ class Server:
             await asyncio.sleep(0.1)
         raise AssertionError(f"not ready:\n{self.log()}")
 
+    def children(self) -> list[int]:
+        return [
+            int(pid) for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        ]
+
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return self.children()[0]
+
+    async def wait_until(self, happened: Callable[[], bool]) -> None:
+        async with asyncio.timeout(START_S):
+            while not happened():
+                assert self.process.poll() is None, self.log()
+                await asyncio.sleep(0.01)
+
+    async def wait_until_ended(self) -> int:
+        """The exit code. Fails if it takes more than a few seconds."""
+        async with asyncio.timeout(15):
+            while self.process.poll() is None:
+                await asyncio.sleep(0.02)
+        return self.process.returncode
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, *options: str) -> AsyncIterator[Server]:
+async def starting(folder: Path, *options: str) -> AsyncIterator[Server]:
+    """A server that has just been started, in a process group of its own."""
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
     command = [
-        sys.executable, "-m", "jaxserve", "serve", str(folder / "model"), "--load-format", "dummy", "--port", "0",
-        "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny", *options,
+        sys.executable, "-m", "jaxserve", "serve", "--model", str(folder / "model"), "--load-format", "dummy", "--port",
+        "0", "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny", *options,
     ]  # fmt: skip
     log = folder / "log"
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True)
     server = Server(process, log)
     try:
-        await server.wait_until_ready()
         yield server
     finally:
         process.terminate()
@@ -71,6 +89,13 @@ async def serving(folder: Path, *options: str) -> AsyncIterator[Server]:
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"did not end on SIGTERM:\n{server.log()}") from None
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, *options: str) -> AsyncIterator[Server]:
+    async with starting(folder, *options) as server:
+        await server.wait_until_ready()
+        yield server
 
 
 def body(i: int, **more) -> dict:
@@ -155,6 +180,83 @@ async def test_a_dead_engine_ends_requests_with_an_error_and_the_server_with_a_c
             assert (await answer.json())["error"]["type"] == "ServiceUnavailableError"
         assert server.process.wait(30) == 1
         assert "engine process ended" in server.log()
+
+
+# ------------------------------------------------------------------------------------------------------ signals
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+async def assert_quiet_end(server: Server, code: int, children: list[int]) -> None:
+    assert await server.wait_until_ended() == code, server.log()
+    assert not re.search(r"Traceback|ERROR|Exception", server.log()), server.log()
+    async with asyncio.timeout(5):
+        while any(map(is_running, children)):
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_streams_run(tmp_path: Path, number: signal.Signals):
+    async with serving(tmp_path, "--enforce-eager", "--max-num-seqs", "4") as server:
+        engine = server.engine_pid()
+
+        async def last_reason(i: int) -> str:
+            reason = ""
+            async with session.post(f"{server.url}/v1/completions", json=body(i, max_tokens=150)) as answer:
+                async for line in answer.content:
+                    if line.startswith(b"data: {"):
+                        reason = json.loads(line[6:])["choices"][0]["finish_reason"] or reason
+            assert line == b"\n", "ended in order"
+            return reason
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            await last_reason(0)  # compiles
+            streams = [asyncio.create_task(last_reason(i)) for i in range(40)]
+            found = {"num_requests_running": 0, "num_requests_waiting": 0}
+            while found["num_requests_running"] + found["num_requests_waiting"] < 30:
+                found = await metrics(session, server.url)
+            os.killpg(server.process.pid, number)
+            reasons = set(await asyncio.gather(*streams))
+        assert reasons <= {"length", "abort"}
+        assert "abort" in reasons or number == signal.SIGTERM
+        await assert_quiet_end(server, 0, [engine])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["", "KV cache:"], ids=["loading", "compiling"])
+async def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.Signals, when: str):
+    async with starting(tmp_path) as server:
+        await server.wait_until(lambda: bool(server.children()) and when in server.log())
+        children = server.children()
+        os.killpg(server.process.pid, number)
+        await assert_quiet_end(server, -number, children)
+
+
+async def test_many_signals_end_it_as_one_does(tmp_path: Path):
+    async with serving(tmp_path, "--enforce-eager") as server:
+        children = server.children()
+        while server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGINT)
+            await asyncio.sleep(0.05)
+        await assert_quiet_end(server, 0, children)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("model", "variable"), [("demo", "PIP_INDEX_URL"), ("nobody/nothing", "HF_ENDPOINT")])
+async def test_a_signal_during_a_download_that_hangs(tmp_path: Path, number, model: str, variable: str, monkeypatch):
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{silent.getsockname()[1]}")
+        async with starting(tmp_path, "--model", model) as server:
+            connection, _ = await asyncio.to_thread(silent.accept)  # its question will get no answer
+            os.killpg(server.process.pid, number)
+            await assert_quiet_end(server, -number, server.children())
+            connection.close()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jaxserve.request import EngineClient
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 30.0  # that running calls get to finish after SIGTERM
+GRACE_S = 8.0  # that running calls get to finish after SIGTERM: `docker stop` kills after 10 s
 ABORT_S = 5.0  # that cancelled calls then get to send their last event
 KEEPALIVE_S = 75.0
 
@@ -115,17 +115,22 @@ async def serve(
     on_ready: Callable[[str], None] = print_ready,
     grace_s: float = GRACE_S,
 ) -> None:
-    """Serves until SIGINT or SIGTERM; a second one ends the grace period. `on_ready` is told the URL with its port."""
+    """Serves until SIGTERM, after which running calls get `grace_s` seconds, or SIGINT, which ends them at once.
+
+    A second signal is like SIGINT. `on_ready` is told the URL with its port.
+    """
     loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
 
-    def on_signal() -> None:
-        (hurry if stop.is_set() else stop).set()
+    def on_signal(number: int) -> None:
+        if number == signal.SIGINT or stop.is_set():
+            hurry.set()
+        stop.set()
 
     with contextlib.ExitStack() as undo:
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):  # Windows has no such handlers: signals end the process
-                loop.add_signal_handler(number, on_signal)
+                loop.add_signal_handler(number, on_signal, number)
                 undo.callback(loop.remove_signal_handler, number)
         async with listening(frontend, client, config, grace_s=grace_s, hurry=hurry) as url:
             on_ready(url)

@@ -175,8 +175,7 @@ class Running:
             await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_running_calls_finish(make_engine, number):
+async def test_sigterm_lets_running_calls_finish(make_engine):
     engine = make_engine()
     running = Running(engine)
     engine.gate.clear()
@@ -184,7 +183,7 @@ async def test_a_signal_lets_running_calls_finish(make_engine, number):
         url = await running.url
         call = asyncio.create_task(session.post(url + TEXT, json={"prompt": "a", "stream": True}))
         await running.wait_for_requests()
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.sleep(0.05)
         with pytest.raises(aiohttp.ClientConnectorError):
             async with aiohttp.ClientSession() as other:
@@ -196,16 +195,20 @@ async def test_a_signal_lets_running_calls_finish(make_engine, number):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("signals", [1, 2], ids=["grace period over", "second signal"])
-async def test_calls_that_do_not_finish_in_time_end_with_abort(make_engine, stream, signals):
+@pytest.mark.parametrize(
+    ("signals", "grace_s"),
+    [([signal.SIGTERM], 0.1), ([signal.SIGTERM] * 2, 60), ([signal.SIGINT], 60)],
+    ids=["grace period over", "second signal", "Ctrl-C"],
+)
+async def test_calls_that_do_not_finish_in_time_end_with_abort(make_engine, stream, signals, grace_s):
     engine = make_engine()
-    running = Running(engine, grace_s=0.1 if signals == 1 else 60)
+    running = Running(engine, grace_s=grace_s)
     engine.gate.clear()
     async with aiohttp.ClientSession() as session:
         call = asyncio.create_task(session.post(await running.url + TEXT, json={"prompt": "a", "stream": stream}))
         await running.wait_for_requests()
-        for _ in range(signals):
-            os.kill(os.getpid(), signal.SIGTERM)
+        for number in signals:
+            os.kill(os.getpid(), number)
             await asyncio.sleep(0.02)
         body = await (await call).text()
     await asyncio.wait_for(running.task, 5)
