@@ -88,7 +88,7 @@ class EngineConfig:
         ge=1,
     )
     gpu_memory_utilization: float = option(
-        0.9, "share of the device's memory that jaxserve may take", group="memory", gt=0, le=1
+        0.9, "share of a GPU's memory that jaxserve may take", group="memory", gt=0, le=1
     )
     kv_cache_memory_bytes: int | None = option(
         None, "size of the KV cache, e.g. 8GiB; wins over the share", group="memory", parse=parse_size, gt=0
@@ -385,6 +385,20 @@ def reported_environment() -> dict[str, str]:
     return {k: "(set, not shown)" if any(w in k.upper() for w in SECRET_WORDS) else v for k, v in found.items()}
 
 
-def set_memory_share(share: float) -> None:
-    """Caps what JAX takes of a GPU's memory, unless the user did. Must run before JAX touches its devices."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{share:.3f}")
+MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"
+OLD_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"  # JAX refuses both together
+JAX_MEMORY_SHARE = 0.75  # of a GPU, that JAX takes if nobody says how much
+
+
+def set_memory_share(share: float, *, started: bool) -> tuple[float, str]:
+    """Caps what JAX takes of a GPU's memory, unless the user did or JAX has `started`: then it is too late.
+
+    Returns the share in force, and who set it if that was not us.
+    """
+    for name in (MEMORY_SHARE, OLD_MEMORY_SHARE):
+        if text := os.environ.get(name):
+            return float(text), f"{name}={text}"
+    if started:
+        return JAX_MEMORY_SHARE, "JAX was started before, with its default"
+    os.environ[MEMORY_SHARE] = str(share)
+    return share, ""

@@ -38,17 +38,13 @@ class Engine:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None, *, checks: bool = False):
         started = time.monotonic()
-        set_memory_share(config.gpu_memory_utilization)
-        import jax  # after the share is set: it is read when the first device is touched
-
-        _use_compile_cache(jax)
+        device = _start_jax(config.gpu_memory_utilization)
         from jaxserve.models.loading import load_model
         from jaxserve.models.registry import resolve
         from jaxserve.pallas_kernels.ops import resolve_backend
         from jaxserve.runner import Runner
 
         checkpoint = checkpoint or Checkpoint.open(config)
-        device = jax.local_devices()[0]
         choices = _resolve_choices(config, device.platform)
         model_config, _ = resolve(checkpoint.config)
         backend = resolve_backend(
@@ -247,6 +243,19 @@ def _resolve_choices(config: EngineConfig, platform: str) -> dict[str, Any]:
             param="max_num_batched_tokens",
         )
     return {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+
+
+def _start_jax(memory_share: float) -> Any:
+    """The first device. Of a GPU's memory JAX takes `memory_share`, or a line of the log says that it does not."""
+    import jax
+    from jax._src.xla_bridge import backends_are_initialized  # what no public name tells
+
+    in_force, who = set_memory_share(memory_share, started=backends_are_initialized())
+    _use_compile_cache(jax)
+    device = jax.local_devices()[0]
+    if device.platform == "gpu" and in_force != memory_share:
+        log.warning("--gpu-memory-utilization %g is not in force, but %g: %s", memory_share, in_force, who)
+    return device
 
 
 def _use_compile_cache(jax: Any) -> None:

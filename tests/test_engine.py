@@ -4,15 +4,21 @@ Whatever the path (alone, in a mixed batch, in chunks, after a prefix hit, preem
 """
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
+from jax._src import xla_bridge
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine
+from jaxserve.engine import Engine, _start_jax
 from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
 from jaxserve.models.registry import resolve
 from jaxserve.request import Request, SamplingParams
@@ -190,6 +196,40 @@ def test_a_full_queue_refuses():
         for i in range(40):
             engine.submit(request(i, [5, 6, 7], 4))
     run(engine, [])
+
+
+@pytest.mark.parametrize(
+    ("env", "started", "share", "in_force"),
+    [
+        ({}, False, "0.8", None),
+        ({}, True, None, "0.75: JAX was started before, with its default"),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, False, "0.5", "0.5: XLA_CLIENT_MEM_FRACTION=0.5"),
+        ({"XLA_CLIENT_MEM_FRACTION": ".80"}, True, ".80", None),
+        ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, False, None, "0.6: XLA_PYTHON_CLIENT_MEM_FRACTION=0.6"),
+        ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, False, "0.8", None),
+    ],
+    ids=str,
+)
+def test_the_share_of_a_gpu_is_in_force_or_a_line_says_so(env, started, share, in_force, monkeypatch, caplog):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: started)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    _start_jax(0.8)
+    assert os.environ.get("XLA_CLIENT_MEM_FRACTION") == share
+    expected = [f"--gpu-memory-utilization 0.8 is not in force, but {in_force}"] if in_force else []
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
+def test_whether_jax_was_started_is_seen():
+    code = (
+        "from jax._src.xla_bridge import backends_are_initialized as started; import jax; assert not started();"
+        "jax.devices(); assert started()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize(
