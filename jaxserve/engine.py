@@ -259,7 +259,12 @@ def _start_jax(memory_share: float) -> Any:
 
 
 def _use_compile_cache(jax: Any) -> None:
-    """Compiled steps are kept on disk, the small ones too: a second start compiles nothing."""
+    """Compiled steps are kept on disk, the small ones too: a second start compiles nothing. A user's own wins."""
+    from jaxserve import step_cache
+
+    step_cache.prune()
+    if jax.config.jax_compilation_cache_dir:
+        return
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

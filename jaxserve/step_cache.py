@@ -1,13 +1,16 @@
 """Steps traced once per machine: a second start reads their StableHLO from disk instead of tracing Python again.
 
 XLA's own cache keeps compiled programs, but finds them by the traced module, and tracing a step takes about a second
-of Python on a slow core. Files are named by everything that the module depends on, this package's source included.
+of Python on a slow core. Files are named by everything that the module depends on, this package's source included;
+what no start has used for a month is deleted.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
@@ -20,6 +23,8 @@ from jax import export
 from jaxserve.config import cache_dir
 
 log = logging.getLogger(__name__)
+
+KEEP_S = 30 * 24 * 3600
 
 _OURS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)  # kernels that stay with the jax version they are of
 
@@ -36,6 +41,16 @@ def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donate
         exported = export.export(jax.jit(function, donate_argnums=donate), disabled_checks=_OURS)(*shapes)
         _write(path, bytes(exported.serialize()))
     return jax.jit(exported.call, donate_argnums=donate).lower(*shapes)
+
+
+def prune() -> None:
+    """Deletes traced and compiled steps that nobody has used for KEEP_S."""
+    oldest = time.time() - KEEP_S
+    for path in (*(cache_dir() / "steps").rglob("*"), *(cache_dir() / "xla").rglob("*")):
+        with contextlib.suppress(OSError):  # another process may do the same, or the cache be read-only
+            facts = path.stat()
+            if path.is_file() and max(facts.st_mtime, facts.st_atime) < oldest:
+                path.unlink()
 
 
 def _key(name: str, shapes: list[Any]) -> str:
@@ -63,7 +78,10 @@ def _source() -> str:
 
 def _read(path: Path) -> export.Exported | None:
     try:
-        return export.deserialize(bytearray(path.read_bytes()))
+        data = bytearray(path.read_bytes())
+        with contextlib.suppress(OSError):
+            os.utime(path)  # used: prune() lets it be
+        return export.deserialize(data)
     except FileNotFoundError:
         return None
     except Exception as error:  # a damaged file must not keep the server from starting

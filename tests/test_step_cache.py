@@ -1,0 +1,77 @@
+"""The caches of steps: used ones stay, old ones go, and a user's own compilation cache is the one that is used."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxserve import step_cache
+
+MONTH_S = 31 * 24 * 3600
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def make_old(path: Path) -> Path:
+    then = time.time() - MONTH_S
+    os.utime(path, (then, then))
+    return path
+
+
+def lower(name: str) -> None:
+    step_cache.lower(lambda x: [x + 1], [jax.ShapeDtypeStruct((2,), "float32")], donated=range(0), name=name)
+
+
+def test_what_no_start_uses_for_a_month_is_deleted(cache: Path):
+    lower("used")
+    (used,) = (cache / "steps").iterdir()
+    lower("unused")
+    (unused,) = set((cache / "steps").iterdir()) - {used}
+    for folder in ("xla", "xla/autotune", "models"):
+        (cache / folder).mkdir()
+        (cache / folder / "old").touch()
+        make_old(cache / folder / "old")
+    (cache / "xla" / "new").touch()
+    make_old(used)
+    make_old(unused)
+    lower("used")
+    step_cache.prune()
+    left = sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file())
+    assert left == sorted([f"steps/{used.name}", "xla/new", "models/old"])
+
+
+def test_pruning_nothing_and_what_may_not_be_deleted(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    step_cache.prune()
+    lower("a")
+    (path,) = (cache / "steps").iterdir()
+    make_old(path)
+
+    def refuse(_: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    step_cache.prune()
+    assert path.exists()
+
+
+@pytest.mark.parametrize("mine", ["", "mine"])
+def test_a_cache_of_the_users_own_is_the_one_that_is_used(tmp_path: Path, mine: str):
+    code = "from jaxserve.engine import _start_jax; _start_jax(0.9); import jax; jax.jit(lambda x: x * 2 + 1)(3.0)"
+    options = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / mine)} if mine else {}
+    env = {
+        **os.environ,
+        "JAXSERVE_CACHE_DIR": str(tmp_path / "ours"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    subprocess.run([sys.executable, "-c", code], check=True, env={**env, **options})
+    assert any((tmp_path / "mine").rglob("*-cache")) == bool(mine)
+    assert any((tmp_path / "ours").rglob("*-cache")) != bool(mine)
