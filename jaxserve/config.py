@@ -5,6 +5,7 @@ The environment is read here and nowhere else.
 
 import argparse
 import dataclasses
+import json
 import os
 import re
 from dataclasses import dataclass
@@ -51,6 +52,11 @@ def parse_max_model_len(text: str | int) -> int | str:
     if str(text) in ("auto", "-1"):
         return "auto"
     return parse_size(text)
+
+
+def parse_list(text: str) -> list[str]:
+    """One value, or several as vLLM takes them: a JSON list. Raises ValueError."""
+    return json.loads(text) if text.startswith("[") else [text]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +162,20 @@ class ServeConfig(EngineConfig):
     served_model_name: list[str] = option(
         [], "name(s) of the model in the API; none: MODEL", group="HTTP server", many=True
     )
+    allowed_origins: list[str] = option(
+        [],
+        "origins whose pages may call from a browser (CORS), or *; none: off",
+        group="HTTP server",
+        many=True,
+        parse=parse_list,
+    )
+    allowed_methods: list[str] = option(
+        [], "methods that they may use; none: all", group="HTTP server", many=True, parse=parse_list
+    )
+    allowed_headers: list[str] = option(
+        [], "headers that they may send; none: all", group="HTTP server", many=True, parse=parse_list
+    )
+    allow_credentials: bool = option(False, "let them send cookies", group="HTTP server")
     max_body_bytes: int = option(16 * 2**20, "largest request body", group="HTTP server", parse=parse_size, ge=1024)
     ignore_unknown_fields: bool = option(
         False, "accept and drop request fields that jaxserve does not know", group="HTTP server"
@@ -165,6 +185,18 @@ class ServeConfig(EngineConfig):
         EngineConfig.__post_init__(self)
         if any(not key.strip() for key in self.api_key):
             raise ConfigError("--api-key may not be blank: anybody could send that", param="api_key")
+        self._check_cors()
+
+    def _check_cors(self) -> None:
+        for name in ("allowed_methods", "allowed_headers", "allow_credentials"):
+            if getattr(self, name) and not self.allowed_origins:
+                raise ConfigError(f"--{name.replace('_', '-')} says nothing without --allowed-origins", param=name)
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ConfigError("--allow-credentials needs --allowed-origins by name, not *", param="allow_credentials")
+        for origin in self.allowed_origins:
+            if not re.fullmatch(r"\*|null|[\w+.-]+://[^/]+", origin):
+                message = f"--allowed-origins must be like https://example.org, without a path, or *; got {origin!r}"
+                raise ConfigError(message, param="allowed_origins")
 
 
 def flag_of(f: dataclasses.Field) -> str:
@@ -178,6 +210,11 @@ def checked(f: dataclasses.Field, value: Any) -> Any:
         return None
     if f.default_factory is list:
         value = value if isinstance(value, (list, tuple)) else [value]
+        if parse := f.metadata["parse"]:
+            try:
+                value = [each for v in value for each in (parse(v) if isinstance(v, str) else [v])]
+            except ValueError:
+                raise ConfigError(f"{flag}: not a JSON list of texts: {value!r}", param=f.name) from None
         if bad := [v for v in value if not isinstance(v, str)]:
             raise ConfigError(f"{flag} must be text (in YAML: in quotes), got {bad[0]!r}", param=f.name)
         return list(value)

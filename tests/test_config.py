@@ -207,3 +207,28 @@ def test_the_docs_are_made_from_the_options():
 def test_a_blank_api_key_is_refused(keys):
     with pytest.raises(ConfigError, match="--api-key may not be blank"):
         ServeConfig(api_key=keys)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("http://a", "http://b"), ('["http://a", "http://b"]',), ("http://a", "--allowed-origins", "http://b")],
+)
+def test_origins_come_one_by_one_or_as_vllm_takes_them(flags: tuple[str, ...]):
+    assert parsed("--allowed-origins", *flags).allowed_origins == ["http://a", "http://b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"allowed_methods": ["GET"]}, "--allowed-methods says nothing without --allowed-origins"),
+        ({"allow_credentials": True}, "--allow-credentials says nothing without --allowed-origins"),
+        ({"allow_credentials": True, "allowed_origins": "*"}, "by name"),
+        ({"allowed_origins": ["https://a.b/"]}, "without a path"),
+        ({"allowed_origins": "a.b"}, "like https://example.org"),
+        ({"allowed_origins": '["https://a.b'}, "--allowed-origins: not a JSON list"),
+        ({"allowed_origins": "[1]"}, "--allowed-origins must be text"),
+    ],
+)
+def test_origins_that_cannot_be_meant_are_refused(options: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        ServeConfig(**options)

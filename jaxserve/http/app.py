@@ -14,8 +14,10 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import ConfigError
 from jaxserve.frontend import Frontend
 from jaxserve.http.auth import auth_middleware
+from jaxserve.http.cors import Cors
 from jaxserve.http.errors import error_middleware
 from jaxserve.http.metrics import traffic_log
+from jaxserve.http.request_id import add_request_id
 from jaxserve.http.routes import ROUTES
 from jaxserve.http.state import SERVER, Server
 from jaxserve.metrics import Metrics
@@ -31,10 +33,14 @@ KEEPALIVE_S = 75.0
 def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> web.Application:
     """The application, without a port to listen on."""
     names = config.served_model_name or [config.model]
-    middlewares = [error_middleware, *([auth_middleware(config.api_key)] if config.api_key else [])]
-    app = web.Application(middlewares=middlewares, client_max_size=config.max_body_bytes)
+    app = web.Application(middlewares=[error_middleware], client_max_size=config.max_body_bytes)
+    if config.allowed_origins:
+        Cors(config).install(app)  # before the keys: a browser's preflight has none
+    if config.api_key:
+        app.middlewares.append(auth_middleware(config.api_key))
     app[SERVER] = Server(frontend, client, config, Metrics(lambda: client.stats, names[0]), names)
     app.add_routes(ROUTES)
+    app.on_response_prepare.append(add_request_id)
     app.cleanup_ctx.append(traffic_log)
     app.on_cleanup.append(_close_calls)
     return app

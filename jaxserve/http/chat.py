@@ -24,6 +24,7 @@ from jaxserve.http.replies import (
     ChatLogprobs,
     ChatMessage,
 )
+from jaxserve.http.request_id import CALL_ID
 from jaxserve.http.schema import ChatBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import SERVER, Server, read_object
@@ -34,7 +35,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     server, arrival_s = request.app[SERVER], time.monotonic()
     body, sampling = server.parse(ChatBody, await read_object(request))
     params = make_params(server, body, sampling)
-    call_id = f"chatcmpl-{uuid.uuid4().hex}"
+    call_id = request[CALL_ID] = f"chatcmpl-{uuid.uuid4().hex}"
     size = request.content_length or 0
     field = _max_tokens_field(body, sampling)
     text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s))

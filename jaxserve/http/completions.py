@@ -15,6 +15,7 @@ from jaxserve.http.generate import Generation, Shown, drain, off_loop, stream_an
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
+from jaxserve.http.request_id import CALL_ID
 from jaxserve.http.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import SERVER, Server, read_object
@@ -27,7 +28,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     score_only = body.echo and sampling.get("max_tokens") == 0
     params = make_params(server, body, sampling, score_only)
     prompts = body.prompts()
-    call_id = f"cmpl-{uuid.uuid4().hex}"
+    call_id = request[CALL_ID] = f"cmpl-{uuid.uuid4().hex}"
     field = "max_tokens" if "max_tokens" in sampling else None
     size_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
