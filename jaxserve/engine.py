@@ -197,12 +197,11 @@ class Engine:
         return delta
 
     def _add_first_facts(self, delta: SequenceDelta, seq: Sequence) -> None:
-        """What is known with the first token: cached tokens, time in the queue, the prompt's logprobs."""
+        """What is known with the first token: cached tokens, time in the queue, the prompt's logprobs (once of n)."""
         request = seq.request
         delta.cached_tokens = seq.cached
         delta.queue_s = max(self._first_launch_s[request.request_id] - request.arrival_s, 0.0)
-        if request.params.prompt_logprobs is not None:
-            delta.prompt_logprobs = self._prompt_logprobs.get(request.request_id)
+        delta.prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
 
     def _take_prompt_logprobs(self, plan: Plan, rows: np.ndarray) -> None:
         """Files the logprobs of a chunk's prompt tokens. Token 0 has none; those of token i stand in row i - 1."""

@@ -216,7 +216,8 @@ class SequenceDelta:
     """What one step added to one sequence. `index` counts the n sequences of the request.
 
     finish_reason: None (goes on), "stop" (stop_reason: the id, None for EOS), "length", "abort", "timeout", "error".
-    An accepted request first gets one delta with no tokens and index -1; a refused one gets `error` and ends.
+    An accepted request first gets one delta with no tokens and index -1; a refused one gets `error` and ends. Logprobs
+    of the prompt come once, with the first token of any of the n.
     """
 
     request_id: str

@@ -164,6 +164,16 @@ def test_prompt_logprobs_are_the_same_twice_and_in_chunks():
     np.testing.assert_allclose([t.logprob for t in whole[1:]], [t.logprob for t in twice[0][1:]], atol=1e-4)
 
 
+def test_prompt_logprobs_come_once_for_all_samples():
+    engine = Engine(config_of("llama"), checks=True)
+    prompt = [(7 * i) % 200 + 3 for i in range(60)]  # in chunks
+    deltas = run(engine, [request("a", prompt, 4, temperature=1.0, n=3, prompt_logprobs=1)])
+    sent = [delta.prompt_logprobs for i in range(3) for delta in deltas["a", i] if delta.prompt_logprobs is not None]
+    assert len(sent) == 1 and len(sent[0]) == len(prompt)
+    alone = run(engine, [request("b", prompt, 4, prompt_logprobs=1)])["b", 0][0].prompt_logprobs
+    assert sent[0] == alone
+
+
 def test_stop_ids_end_a_sequence_and_min_tokens_hold_them_back():
     engine = Engine(config_of("llama"), checks=True)
     ids = ids_of(run(engine, [request("a", [5, 6, 7], 12)])["a", 0])

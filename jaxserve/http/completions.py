@@ -111,6 +111,7 @@ class CompletionAnswer:
         self._id, self._model = call_id, server.model_name(body.model)
         self._created = int(time.time())
         self._echoes: dict[int, tuple[str, list[int]]] = {}  # prompt -> its text and token offsets
+        self._echoed_logprobs: dict[int, LegacyLogprobs] = {}
         self._begun: set[tuple[int, int]] = set()
 
     def whole(self) -> Completion:
@@ -120,9 +121,9 @@ class CompletionAnswer:
             for sequence in text.sequences
         ]
         if self._prompt_shapes:
+            of_prompts = [self._prompt_shapes.prompt(text.prompt_logprobs or []) for text in self._texts]
             for choice in choices:
-                entries = self._texts[choice.index // self._n].prompt_logprobs
-                choice.prompt_logprobs = self._prompt_shapes.prompt(entries or [])
+                choice.prompt_logprobs = of_prompts[choice.index // self._n]
         return self._completion(choices, with_usage=True, with_fingerprint=True)
 
     def chunk(self, shown: Shown) -> bytes:
@@ -170,11 +171,14 @@ class CompletionAnswer:
         self, prompt_index: int, delta: TextDelta, echo: tuple[str, list[int]], first: bool
     ) -> LegacyLogprobs:
         text, offsets = echo
+        logprobs = self._shapes.legacy(delta, base=len(text))
         if not (first and self._body.echo):
-            return self._shapes.legacy(delta, base=len(text))
-        source = self._texts[prompt_index]
-        ids = source.request.prompt_token_ids
-        return self._shapes.legacy(delta, base=len(text), prompt=(ids, source.prompt_logprobs or [None], offsets))
+            return logprobs
+        if prompt_index not in self._echoed_logprobs:
+            source = self._texts[prompt_index]
+            ids, entries = source.request.prompt_token_ids, source.prompt_logprobs or [None]
+            self._echoed_logprobs[prompt_index] = self._shapes.legacy_prompt(ids, entries, offsets)
+        return self._echoed_logprobs[prompt_index].before(logprobs)
 
     def _echo(self, prompt_index: int) -> tuple[str, list[int]]:
         """The prompt as it is echoed, and where its tokens begin: a text as it was sent, token ids as they read."""

@@ -18,23 +18,18 @@ class LogprobShapes:
     def _name(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else token_text(self._tokenizer.token_bytes(token_id))
 
-    def legacy(
-        self,
-        delta: TextDelta,
-        *,
-        base: int = 0,
-        prompt: tuple[list[int], list[TokenLogprobs | None], list[int]] | None = None,
-    ) -> LegacyLogprobs:
-        """Of the delta's tokens, with text offsets counted from character `base`.
-
-        `prompt`: token ids, logprobs (None for the first) and offsets of an echoed prompt, which comes before.
-        """
+    def legacy(self, delta: TextDelta, *, base: int = 0) -> LegacyLogprobs:
+        """Of the delta's tokens, with text offsets counted from character `base`."""
         logprobs = LegacyLogprobs()
-        if prompt:
-            for token_id, entry, offset in zip(*prompt, strict=True):
-                self._add_legacy(logprobs, token_id, entry, offset)
         for entry, offset in zip(delta.logprobs, delta.offsets, strict=True):
             self._add_legacy(logprobs, entry.token_id, entry, base + offset)
+        return logprobs
+
+    def legacy_prompt(self, ids: list[int], entries: list[TokenLogprobs | None], offsets: list[int]) -> LegacyLogprobs:
+        """Of an echoed prompt; None stands for the first token's."""
+        logprobs = LegacyLogprobs()
+        for token_id, entry, offset in zip(ids, entries, offsets, strict=True):
+            self._add_legacy(logprobs, token_id, entry, offset)
         return logprobs
 
     def _add_legacy(self, logprobs: LegacyLogprobs, token_id: int, entry: TokenLogprobs | None, offset: int) -> None:

@@ -26,6 +26,10 @@ class LegacyLogprobs(Struct):
     tokens: list[str] = []
     top_logprobs: list[dict[str, float] | None] = []
 
+    def before(self, later: "LegacyLogprobs") -> "LegacyLogprobs":
+        """These, then the later ones."""
+        return LegacyLogprobs(*(getattr(self, name) + getattr(later, name) for name in self.__struct_fields__))
+
 
 class CompletionChoice(Struct):
     index: int

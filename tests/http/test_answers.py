@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from jaxserve.http.logprobs import LogprobShapes
+
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -315,6 +317,30 @@ async def test_echo_gives_each_sample_the_prompt(api):
     answer = await api.ok(TEXT, {"prompt": ["ab", "c"], "echo": True, "n": 2, "max_tokens": 3})
     assert [choice["text"][:2] for choice in answer["choices"]][:2] == ["ab", "ab"]
     assert all(choice["text"].startswith("c") for choice in answer["choices"][2:])
+
+
+@pytest.mark.parametrize("ask", [{"prompt_logprobs": 2}, {"echo": True, "logprobs": 2}], ids=["prompt", "echo"])
+async def test_prompt_logprobs_are_written_once_for_all_choices(api, monkeypatch, ask):
+    written = []
+    entry = LogprobShapes._prompt_entry if "prompt_logprobs" in ask else LogprobShapes._top
+
+    def counted(self, of):
+        written.append(of)
+        return entry(self, of)
+
+    monkeypatch.setattr(LogprobShapes, entry.__name__, counted)
+    body = {"prompt": ["a fox", "then"], "n": 3, "max_tokens": 2}
+    await api.ok(TEXT, {**body, "n": 1, **ask})
+    once = len(written)
+    answer = await api.ok(TEXT, {**body, **ask})
+    generated = 0 if "prompt_logprobs" in ask else 2 * 2 * 2  # of the two further choices of each prompt
+    assert len(written) == 2 * once + generated
+    for prompt in (answer["choices"][:3], answer["choices"][3:]):
+        if "prompt_logprobs" in ask:
+            assert prompt[0]["prompt_logprobs"] == prompt[1]["prompt_logprobs"] == prompt[2]["prompt_logprobs"]
+        else:
+            assert len({str(choice["logprobs"]["top_logprobs"][:-2]) for choice in prompt}) == 1
+            assert all(len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["text_offset"]) for choice in prompt)
 
 
 async def test_prompt_logprobs(api):
