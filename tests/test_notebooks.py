@@ -1,0 +1,57 @@
+"""The notebooks: no outputs stored, and every code cell but the installation runs, in order, on a CPU."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+
+
+def cells(path: Path) -> list[dict]:
+    return json.loads(path.read_text())["cells"]
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS / "quickstart.ipynb" in PATHS
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_nothing_of_a_run_is_stored(path: Path):
+    for cell in cells(path):
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"] and cell["execution_count"] is None
+    assert len({cell["id"] for cell in cells(path)}) == len(cells(path))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_code_runs(path: Path, tmp_path: Path):
+    code = [
+        "".join(cell["source"])
+        for cell in cells(path)
+        if cell["cell_type"] == "code" and "install" not in cell["metadata"].get("tags", [])
+    ]
+    script = tmp_path / f"{path.stem}.py"
+    script.write_text("\n\n".join(code))
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(NOTEBOOKS.parent)}
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, script], stdout=file, stderr=file, env=env, cwd=tmp_path, start_new_session=True
+        )
+        try:
+            process.wait(850)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the server that a failed notebook leaves
+    output = log.read_text()
+    assert process.returncode == 0, output
+    assert "jaxserve is ready" in output and "Paris" in output and "Traceback" not in output
