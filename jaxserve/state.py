@@ -8,9 +8,11 @@ host  ──  packed i32[n]  ──►  step  ──►  tokens i32[S], logprobs
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling_inputs import SlotExtras
 from jaxserve.shapes import Bucket, ceil_div
 
@@ -58,6 +60,17 @@ class PackedLayout:
 
     def __str__(self) -> str:
         return f"{self.bucket!r} {self.columns} pages of {self.page_size}"
+
+    def new_output(self, features: bool) -> StepOutput:
+        """Zeros of the shapes that a step of this bucket gives back."""
+        columns = 2 + 2 * MAX_LOGPROBS
+        return StepOutput(
+            jnp.zeros(self.bucket.rows, jnp.int32),
+            jnp.zeros((self.bucket.rows, columns), jnp.int32) if features else None,
+            jnp.zeros((self.bucket.prefill_tokens, columns), jnp.int32)
+            if features and self.bucket.prefill_tokens
+            else None,
+        )
 
     def views[A: (np.ndarray, jax.Array)](self, packed: A) -> dict[str, A]:
         """The named parts of a packed buffer: views of a numpy one, slices of a traced one."""

@@ -38,9 +38,14 @@ def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donate
     path = cache_dir() / "steps" / f"{_key(name, shapes)}.stablehlo"
     exported = _read(path)
     if exported is None:
-        exported = export.export(jax.jit(function, donate_argnums=donate), disabled_checks=_OURS)(*shapes)
+        exported = export.export(_jitted(function, donate), disabled_checks=_OURS)(*shapes)
         _write(path, bytes(exported.serialize()))
-    return jax.jit(exported.call, donate_argnums=donate).lower(*shapes)
+    return _jitted(exported.call, donate).lower(*shapes)
+
+
+def _jitted(function: Callable[..., list[jax.Array]], donated: tuple[int, ...]) -> Any:
+    """Keeps arguments that are only written to: buffers of results."""
+    return jax.jit(function, donate_argnums=donated, keep_unused=True)
 
 
 def prune() -> None:

@@ -38,14 +38,14 @@ class Attend(Protocol):
 
 
 def matmul(x: Float[Array, "T in"], w: Float[Array, "out in"], *, out_dtype: Any = None) -> Float[Array, "T out"]:
-    """x @ w.T, accumulated in float32; with float32 weights the product is float32 on every device, not TF32.
+    """x @ w.T; with float32 weights the product is float32 on every device, not TF32.
 
+    All backends accumulate in float32 whatever they return; asking for float32 and casting would write it out.
     Not written as `x @ w.T`: XLA's CPU backend then copies the matrix element by element on every call with one row.
     """
     precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     contract = (((1,), (1,)), ((), ()))
-    out = jax.lax.dot_general(x, w, contract, precision=precision, preferred_element_type=jnp.float32)
-    return out.astype(out_dtype or x.dtype)
+    return jax.lax.dot_general(x, w, contract, precision=precision, preferred_element_type=out_dtype or x.dtype)
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:

@@ -101,13 +101,13 @@ def _make_reference(device: Device) -> Backend:
 def _why_not_mosaic_gpu(device: Device) -> str | None:
     if device.platform != "gpu" or not _HOPPER.search(device.kind):
         return f"it needs an NVIDIA Hopper GPU (H100, H200, H800, H20, GH200), and this is {device}"
-    from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel
+    from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
 
     return kernel.unsupported(dtype=device.dtype, head_dim=device.head_dim, group=device.group)
 
 
 def _make_mosaic_gpu(device: Device) -> Backend:
-    from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel
+    from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
     from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable
 
     make_kernel_hashes_stable()
@@ -116,7 +116,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         platform=device.platform,
         page_sizes=kernel.PAGE_SIZES,
         default_page_size=64,
-        prepare=partial(reference.prepare, tuning=reference.GPU_TUNING),
+        prepare=kernel.prepare,
         write_kv=reference.write_kv,
         attention=kernel.attention,
     )

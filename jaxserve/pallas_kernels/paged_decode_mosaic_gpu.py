@@ -38,7 +38,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import KVPages
 from jaxserve.shapes import ceil_div
 
 KV_TILE = 64  # keys per tile: the M of a wgmma
@@ -356,20 +356,3 @@ def decode_attention(
     )  # fmt: skip
     o, m, totals = (x[:, :, :group] for x in (o, m, totals))
     return _combine(o, m, totals, work, tuning.max_splits(rows, kv_heads)).reshape(q.shape).astype(q.dtype)
-
-
-def attention(
-    q: Array, kv: KVPages, meta: AttentionInput, *, scale: float, sliding_window: int | None = None,
-    softcap: float | None = None,
-) -> Array:  # fmt: skip
-    """As `reference.attention`: this kernel for the decode region, the reference's tiles for the prefill region."""
-    split, parts = meta.num_decode_rows, []
-    if split:
-        parts.append(decode_attention(
-            q[:split], kv, meta.page_table[:split], meta.kv_lens[:split],
-            scale=scale, sliding_window=sliding_window, softcap=softcap,
-        ))  # fmt: skip
-    if q.shape[0] > split:
-        masks = reference.Masks(scale, sliding_window, softcap)
-        parts.append(reference.prefill_attention(q[split:], kv, meta, masks, reference.GPU_TUNING))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

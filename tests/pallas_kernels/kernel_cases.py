@@ -150,3 +150,25 @@ GPU_MATRIX = [
     Case(decode=tuple(range(1, 200)), page_size=64, head_dim=128, group=4, dtype="bfloat16"),
     Case(decode=(9000,), page_size=64, head_dim=128, group=16, kv_heads=1, dtype="bfloat16"),
 ]  # fmt: skip
+
+# The same for prefill: chunks that start anywhere, with and without context, around tile edges, and rows without any.
+_CHUNKS = ((5, 5), (333, 700), (1, 129), (0, 0), (64, 64), (130, 131), (7, 260))
+PREFILL_MATRIX = [
+    Case(prefill=_CHUNKS, prefill_padding=padding, page_size=page, group=group, head_dim=head_dim, dtype=dtype, **how)
+    for padding, page, group, head_dim, dtype, how in [
+        (6, 64, 4, 128, "bfloat16", {}),
+        (0, 16, 6, 128, "bfloat16", {}),
+        (140, 64, 1, 64, "float16", {}),
+        (9, 16, 8, 64, "bfloat16", {}),
+        (4, 64, 3, 256, "bfloat16", {}),
+        (4, 16, 7, 256, "float16", {"sliding_window": 200}),
+        (6, 32, 4, 128, "float16", {"sliding_window": 70}),
+        (6, 128, 4, 128, "bfloat16", {"softcap": 20.0}),
+        (6, 256, 2, 64, "float16", {"sliding_window": 128, "softcap": 50.0}),
+    ]
+] + [
+    Case(prefill=((1000, 1000),), page_size=64, group=4, head_dim=128, dtype="bfloat16"),
+    Case(prefill=((512, 2560), (512, 2000)), page_size=16, group=6, head_dim=128, dtype="bfloat16", kv_heads=1),
+    Case(decode=(3,) * 8, prefill=((100, 300), (412, 412)), page_size=64, group=4, head_dim=128, dtype="bfloat16"),
+    Case(prefill=((3, 9), (1, 1)), page_size=64, group=4, head_dim=128, dtype="bfloat16"),
+]  # fmt: skip

@@ -1,0 +1,187 @@
+"""Where the time of one engine step goes: kernels by their share of the device's time, beside the step's floor.
+
+    python scripts/profile_step.py --model scripts/shapes/qwen-1.5b --load-format dummy --batch 1 64 --context 512
+        --tokenizer tests/goldens/vocab/qwen2.gguf [--prefill 2048] [any option of `jaxserve serve` for the engine]
+
+For each batch: that many sequences of `--context` tokens decode greedily. Steps are timed on the host clock (the engine
+runs one step ahead, so that is the device's pace or the host's, whichever is slower; where the host hardly waits in
+collect() it is the host's), then traced. The floor is bytes read (weights once, and the KV of all rows) over
+--read-tb-s. With --prefill N, six prompts of N tokens are run besides; their floor is that of the products alone, at
+--matrix-tflops.
+"""
+
+import argparse
+import collections
+import contextlib
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.bench.offline import load_llm
+from jaxserve.config import EngineConfig, add_arguments
+
+TIMED_STEPS, TRACED_STEPS, PREFILLS = 60, 20, 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="(default: 1 8 64 256)")
+    parser.add_argument("--context", type=int, default=512, help="tokens of each row (default: %(default)s)")
+    parser.add_argument("--prefill", type=int, default=0, help="prompt tokens of a second kind of step")
+    parser.add_argument("--top", type=int, default=14, help="kernels listed (default: %(default)s)")
+    parser.add_argument("--read-tb-s", type=float, default=4.3, help="memory ceiling, TB/s (default: %(default)s)")
+    parser.add_argument("--matrix-tflops", type=float, default=790, help="(default: %(default)s)")
+    add_arguments(parser, EngineConfig)
+    args = parser.parse_args()
+    llm = load_llm(args)
+    for batch in args.batch:
+        profile_decode(args, llm, batch)
+    if args.prefill:
+        profile_prefill(args, llm)
+
+
+def submit(llm: LLM, count: int, prompt_len: int, max_tokens: int) -> list[str]:
+    """Hands the engine `count` random prompts, past the frontend."""
+    rng = np.random.default_rng(time.monotonic_ns())
+    engine: Any = llm._engine
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    made = [
+        llm._frontend.make_request(f"p{time.monotonic_ns()}-{i}", rng.integers(0, 30000, prompt_len).tolist(), params)
+        for i in range(count)
+    ]
+    for request in made:
+        engine.submit(request)
+    return [request.request_id for request in made]
+
+
+def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
+    engine: Any = llm._engine
+    ids = submit(llm, batch, args.context, TIMED_STEPS + TRACED_STEPS + 40)
+    started: set[str] = set()
+    while len(started) < batch:
+        started |= {delta.request_id for delta in engine.step()}
+    for _ in range(6):
+        engine.step()
+    with clocked(engine._runner, "launch", "collect") as spent_s:
+        begin = time.perf_counter()
+        for _ in range(TIMED_STEPS):
+            engine.step()
+        wall_ms = (time.perf_counter() - begin) / TIMED_STEPS * 1e3
+    kernels = traced(engine, TRACED_STEPS)
+    stop(engine, ids)
+    runner = engine._runner
+    weights = sum(a.nbytes for a in runner._weights)
+    model = runner._model
+    if not model.tied_embeddings:
+        weights -= model.vocab_size * model.hidden_size * runner._dtype.itemsize  # the embedding is only looked up
+    kv = batch * args.context * model.kv_bytes_per_token(runner._dtype.itemsize)
+    floor_ms = (weights + kv) / args.read_tb_s / 1e9
+    report(f"decode, batch {batch}, context {args.context}", wall_ms, kernels, TRACED_STEPS, floor_ms, args.top)
+    host = ", ".join(f"{name} {s / TIMED_STEPS * 1e3:.3f}" for name, s in spent_s.items())
+    print(f"\nHost, ms/step: {host}, the rest {wall_ms - sum(spent_s.values()) / TIMED_STEPS * 1e3:.3f}")
+
+
+@contextlib.contextmanager
+def clocked(owner: Any, *names: str) -> Iterator[dict[str, float]]:
+    """Seconds spent in these methods of `owner` while the body runs."""
+    spent_s = dict.fromkeys(names, 0.0)
+
+    def timed(name: str, method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                spent_s[name] += time.perf_counter() - begin
+
+        return call
+
+    for name in names:
+        setattr(owner, name, timed(name, getattr(owner, name)))
+    try:
+        yield spent_s
+    finally:
+        for name in names:
+            delattr(owner, name)
+
+
+def profile_prefill(args: argparse.Namespace, llm: LLM) -> None:
+    engine: Any = llm._engine
+    for _ in range(2):  # the first round may compile
+        submit(llm, PREFILLS, args.prefill, 1)
+        begin = time.perf_counter()
+        run_dry(engine)
+        wall_ms = (time.perf_counter() - begin) / PREFILLS * 1e3
+    submit(llm, PREFILLS, args.prefill, 1)
+    kernels = traced(engine, None)
+    model = engine._runner._model
+    matrices = sum(a.size for a in engine._runner._weights) - model.vocab_size * model.hidden_size
+    floor_ms = 2 * matrices * args.prefill / args.matrix_tflops / 1e9
+    report(f"prefill, {args.prefill} tokens", wall_ms, kernels, PREFILLS, floor_ms, args.top)
+
+
+def run_dry(engine: Any) -> None:
+    while engine.has_work():
+        engine.step()
+
+
+def stop(engine: Any, ids: list[str]) -> None:
+    for request_id in ids:
+        engine.cancel(request_id)
+    run_dry(engine)
+
+
+def traced(engine: Any, steps: int | None) -> dict[str, list[float]]:
+    """Durations in ms of every kernel on the device while the engine takes `steps` steps, or runs dry."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            if steps is None:
+                run_dry(engine)
+            else:
+                for _ in range(steps):
+                    engine.step()
+                jax.block_until_ready(engine._runner._kv)
+        return device_kernels(Path(folder))
+
+
+def device_kernels(folder: Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for file in folder.rglob("*.xplane.pb"):
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            if not plane.name.startswith("/device:GPU"):
+                continue
+            for line in plane.lines:
+                if not line.name.startswith("Stream"):
+                    continue
+                for event in line.events:
+                    found[kind_of(event.name)].append(event.duration_ns / 1e6)
+    return found
+
+
+def kind_of(name: str) -> str:
+    """One name for the copies of a kernel that XLA numbers."""
+    return re.sub(r"(_\d+)+$", "", name.split("(")[0])[:70]
+
+
+def report(title: str, wall_ms: float, kernels: dict[str, list[float]], steps: int, floor_ms: float, top: int) -> None:
+    device_ms = sum(map(sum, kernels.values())) / steps
+    print(
+        f"\n### {title}: {wall_ms:.3f} ms/step by the clock, {device_ms:.3f} on the device, floor {floor_ms:.3f} "
+        f"({floor_ms / wall_ms:.0%})\n\n| kernel | times | us each | ms/step | share |\n|---|---|---|---|---|"
+    )
+    for name, runs in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:top]:
+        total, count = sum(runs) / steps, len(runs) / steps
+        print(
+            f"| {name} | {count:.1f} | {total / max(count, 1e-9) * 1e3:.1f} | {total:.3f} | {total / device_ms:.0%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
