@@ -23,6 +23,7 @@ SHAPE = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
+TINY_POOL = ("--kv-cache-memory-bytes", str(KV_BYTES_PER_TOKEN * (256 + 16 * 20)), "--max-num-seqs", "16")
 START_S = 240
 
 
@@ -140,8 +141,7 @@ async def settled(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
 
 
 async def test_64_clients_some_leaving_a_tiny_pool(tmp_path: Path):
-    pool = str(KV_BYTES_PER_TOKEN * (256 + 16 * 20))
-    async with serving(tmp_path, "--kv-cache-memory-bytes", pool, "--max-num-seqs", "16") as server:
+    async with serving(tmp_path, *TINY_POOL) as server:
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(120)) as session:
             options = {"stream_options": {"include_usage": True}}
@@ -202,7 +202,7 @@ async def assert_quiet_end(server: Server, code: int, children: list[int]) -> No
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_signal_while_streams_run(tmp_path: Path, number: signal.Signals):
-    async with serving(tmp_path, "--enforce-eager", "--max-num-seqs", "4") as server:
+    async with serving(tmp_path, *TINY_POOL) as server:
         engine = server.engine_pid()
 
         async def last_reason(i: int) -> str:
@@ -215,7 +215,6 @@ async def test_a_signal_while_streams_run(tmp_path: Path, number: signal.Signals
             return reason
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-            await last_reason(0)  # compiles
             streams = [asyncio.create_task(last_reason(i)) for i in range(40)]
             found = {"num_requests_running": 0, "num_requests_waiting": 0}
             while found["num_requests_running"] + found["num_requests_waiting"] < 30:
