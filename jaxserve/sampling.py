@@ -256,7 +256,7 @@ def _least_best(score: Float32[Array, "S n"], ids: Int32[Array, "#S n"]) -> Int3
     return jnp.min(jnp.where(score == best, ids, last), axis=-1)
 
 
-def _groups(x: Float32[Array, "S V"]) -> Float32[Array, "S V/GROUP GROUP"]:
+def _groups(x: Float32[Array, "S V"]) -> Float32[Array, "S groups GROUP"]:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)), constant_values=-jnp.inf).reshape(x.shape[0], -1, GROUP)
 
 

@@ -13,8 +13,6 @@ import pytest
 from aiohttp import web
 
 ROOT = Path(__file__).parent.parent
-# Not yet: in sampling.py "V/GROUP" names a size that is not known there; in layers.py Attend is not runtime_checkable.
-UNCHECKED = {"jaxserve.sampling", "jaxserve.models.layers"}
 
 
 def modules_with_shapes() -> list[str]:
@@ -24,7 +22,7 @@ def modules_with_shapes() -> list[str]:
 
 
 # In tests every call of these is checked, from their import on: which is why this stands here.
-jaxtyping.install_import_hook(sorted({*modules_with_shapes()} - UNCHECKED), "beartype.beartype")
+jaxtyping.install_import_hook(sorted(modules_with_shapes()), "beartype.beartype")
 
 METRICS = """# TYPE jaxserve:num_requests_running gauge
 jaxserve:num_requests_running{model_name="stand-in"} 2.0

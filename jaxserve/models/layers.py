@@ -10,7 +10,7 @@ Norms, rope and logits are float32; matmuls accumulate in float32.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.models.base import ModelConfig, Piece
 
 
+@runtime_checkable
 class Attend(Protocol):
     """Writes k and v of this step into the layer's pages, then attends. A jax.tree_util.Partial, given by the step."""
 
