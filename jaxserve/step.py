@@ -30,9 +30,12 @@ def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, feature
     """The step of one bucket, ready to be jitted with arguments 1 and 2 (KV pages, device state) donated."""
     bucket = layout.bucket
 
-    def attend(meta: AttentionInput, q: Array, k: Array, v: Array, kv_l: KVPages, **how: Any) -> tuple[Array, KVPages]:
-        kv_l = backend.write_kv(kv_l, k, v, meta)
-        return backend.attention(q, kv_l, meta, **how), kv_l
+    def attend(
+        meta: AttentionInput, qkv: Array, kv_l: KVPages, rope: tuple[Array, Array], *,
+        scale: float, sliding_window: int | None, softcap: float | None, **projection: Any,
+    ) -> tuple[Array, KVPages]:  # fmt: skip
+        q, kv_l = backend.rope_and_write(qkv, kv_l, meta, *rope, **projection)
+        return backend.attention(q, kv_l, meta, scale=scale, sliding_window=sliding_window, softcap=softcap), kv_l
 
     def step(
         params: Any, kv: list[KVPages], state: DeviceState, packed: Int32[Array, " n"]

@@ -43,7 +43,7 @@ def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donate
     return _jitted(exported.call, donate).lower(*shapes)
 
 
-def _jitted(function: Callable[..., list[jax.Array]], donated: tuple[int, ...]) -> Any:
+def _jitted(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
     """Keeps arguments that are only written to: buffers of results."""
     return jax.jit(function, donate_argnums=donated, keep_unused=True)
 

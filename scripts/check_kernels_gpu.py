@@ -2,21 +2,22 @@
 """Checks and times the attention kernels on the GPU of this machine; prints Markdown.
 
     python scripts/check_kernels_gpu.py [--skip-matrix] [--sweep] [--prefill | --decode]
+    python scripts/check_kernels_gpu.py --rope
 
-The matrix is that of `scripts/test -m gpu`, against a float64 oracle. Times are per layer, in a jitted chain of layers
-with a KV pool each, so that nothing is found in the L2 cache. Exits 1 if a case is off. `--prefill` alone takes less
-than a minute, since it compiles everything at once, on all cores.
+The matrix is that of `scripts/test -m gpu`, against a float64 oracle; `--decode` takes a selection of it. Times are per
+layer, in a jitted chain of layers with a KV pool each, so that nothing is found in the L2 cache. Exits 1 if a case is
+off. `--prefill` or `--decode` alone takes about a minute, since it compiles everything at once, on all cores.
 """
 
 import argparse
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pallas_kernels")]
@@ -24,7 +25,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pallas_kernels")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from kernel_cases import GPU_MATRIX, PREFILL_MATRIX, TOLERANCE, error_of, make_step  # noqa: E402  # pyright: ignore
+from kernel_cases import (  # noqa: E402  # pyright: ignore
+    DECODE_MATRIX,
+    GPU_MATRIX,
+    PREFILL_MATRIX,
+    TOLERANCE,
+    Step,
+    error_of,
+    make_step,
+)
 
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel  # noqa: E402
 from jaxserve.pallas_kernels import paged_prefill_mosaic_gpu as prefill_kernel  # noqa: E402
@@ -34,9 +43,14 @@ from jaxserve.pallas_kernels.ops import Backend, resolve_backend  # noqa: E402
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages  # noqa: E402
 
 COPY_BYTES_PER_S = 4.3e12  # of an H200
-MIN_LAYERS = 32  # of a timed chain; more takes long to compile
+MINE = {"mosaic_gpu": kernel.DecodeTuning()}
+MIN_LAYERS = 96  # of a timed chain: one launch costs as much as ten small layers
+MAX_MODEL_LEN = 4096  # at least; sets how wide page tables are
 HEADS = {"Llama-8B": (32, 8, 128), "Qwen-1.5B": (12, 2, 128)}  # N, K, H
-SHAPES = [(256, 2048), (256, 512), (64, 512), (8, 512), (1, 8192), (1, 512)]
+SHAPES = {  # rows, context
+    "Llama-8B": [(256, 2048), (256, 512), (64, 512), (8, 512), (1, 8192), (1, 512)],
+    "Qwen-1.5B": [(256, 512), (64, 512), (8, 512), (1, 512)],
+}
 PREFILL_SHAPES = [(1, 8192, 0), (16, 512, 2048), (16, 512, 0)]  # chunks, tokens of each, context of each
 PREFILL_LAYERS = 8  # of a timed chain
 
@@ -94,65 +108,69 @@ def time_s(call: Callable[[], Any], repeats: int = 10) -> float:
     return float(np.median(times[1:]))
 
 
-def make_layers(
-    rows: int, context: int, page_size: int, heads: tuple[int, int, int]
-) -> tuple[jax.Array, list[KVPages]]:
-    """Queries [S, N, H] and the pools of enough layers to overflow the L2 cache."""
-    n, k, h = heads
+class DecodeJob(NamedTuple):
+    run: Callable[..., Any]
+    args: tuple  # shapes of q, the pools; the step
+    layers: int
+
+
+def decode_job(
+    heads: tuple[int, int, int], shape: tuple[int, int], page_size: int, tuning: kernel.DecodeTuning | None
+) -> DecodeJob:
+    """A chain of layers, over the pools of up to 32 that fit in 4 GB. `tuning` None: the reference, 2 layers."""
+    (n, k, h), (rows, context) = heads, shape
     num_pages = rows * -(-context // page_size) + 1
-    layer_bytes = 2 * 2 * num_pages * page_size * k * h
-    layers = int(np.clip(4e9 // layer_bytes, 2, 32))
-    shape = (num_pages, k, page_size, h)
-    keys = jax.random.split(jax.random.key(0), 2 * layers)
-    new = jax.jit(lambda key: jax.random.normal(key, shape, jnp.bfloat16))
-    pools = [KVPages(new(keys[2 * i]), new(keys[2 * i + 1])) for i in range(layers)]
-    return jax.random.normal(jax.random.key(1), (rows, n, h), jnp.bfloat16), pools
+    pool: Any = jax.ShapeDtypeStruct((num_pages, k, page_size, h), jnp.bfloat16)
+    pools = int(np.clip(4e9 // (4 * num_pages * page_size * k * h), 2, 32)) if tuning else 2
+    rounds = -(-MIN_LAYERS // pools) if tuning else 1
+    meta = decode_meta(rows, context, page_size, num_pages)
+    unused = max(0, MAX_MODEL_LEN // page_size - meta.page_table.shape[1])
+    meta = dataclasses.replace(meta, page_table=jnp.pad(meta.page_table, ((0, 0), (0, unused))))
 
-
-def time_layers(attend: Callable[..., Any], q: jax.Array, pools: list[KVPages], meta: AttentionInput) -> float:
-    """us per layer of a chain of layers; long, since one launch costs as much as ten small layers."""
-    rounds = max(1, MIN_LAYERS // len(pools)) if len(pools) > 4 else 1
-
-    @jax.jit
     def chain(q: Any, pools: list[KVPages], meta: AttentionInput) -> Any:
+        if tuning is None:
+            attend = partial(reference.attention, meta=meta, tuning=reference.GPU_TUNING)
+        else:
+            table, lens = meta.page_table, meta.kv_lens
+            work = kernel.decode_work(lens, table, kv_heads=k, page_size=page_size, tuning=tuning)
+            attend = partial(kernel.decode_attention, page_table=table, kv_lens=lens, tuning=tuning, work=work)
         for kv in pools * rounds:
-            q = attend(q, kv, meta)
+            q = attend(q, kv, scale=h**-0.5)
         return q
 
-    return time_s(lambda: chain(q, pools, meta)) / len(pools) / rounds * 1e6
+    q = jax.ShapeDtypeStruct((rows, n, h), jnp.bfloat16)
+    return DecodeJob(chain, (q, [KVPages(pool, pool)] * pools, meta), pools * rounds)
 
 
-def time_decode() -> None:
+def time_jobs(jobs: list[DecodeJob]) -> Iterator[float]:
+    """us per layer of each, one after the other, since pools are large."""
+    new = jax.jit(lambda key, like: jax.random.normal(key, like.shape, like.dtype), static_argnums=1)
+    for job, call in zip(jobs, compile_all([job[:2] for job in jobs]), strict=True):
+        q, pools, meta = job.args
+        keys = iter(jax.random.split(jax.random.key(0), 2 * len(pools) + 1))
+        args = new(next(keys), q), [KVPages(*(new(next(keys), pool) for pool in kv)) for kv in pools], meta
+        yield time_s(partial(call.func, *args)) / job.layers * 1e6
+        del args
+
+
+def time_decode(
+    tunings: dict[str, kernel.DecodeTuning] = MINE, page_sizes: tuple[int, ...] = (64,), compare: bool = False
+) -> None:
+    """us per layer with each tuning, and of the reference too if asked."""
+    options = {**tunings, **({"reference (XLA)": None} if compare else {})}
     print("\n## Decode, us per layer (bfloat16)\n")
-    print("| heads | page | batch, context | floor | mosaic_gpu | TB/s | reference (XLA) | KV write (XLA) |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name, heads in HEADS.items():
-        for page_size in (64, 16):
-            for rows, context in SHAPES:
-                q, pools = make_layers(rows, context, page_size, heads)
-                meta = decode_meta(rows, context, page_size, pools[0].k.shape[0])
-                kv_bytes = 4 * rows * context * heads[1] * heads[2]
-                scale = heads[2] ** -0.5
-                us, xla_us = (
-                    time_layers(partial(backend_of(b).attention, scale=scale), q, pools[:most], meta)
-                    for b, most in (("mosaic_gpu", 32), ("reference", 4))
-                )
-                write_us = time_write(q[:, : heads[1]], pools, meta)
-                floor_us, rate = kv_bytes / COPY_BYTES_PER_S * 1e6, kv_bytes / us / 1e6
-                print(f"| {name} | {page_size} | {rows}, {context} | {floor_us:.1f} | {us:.1f} | {rate:.2f} ", end="")
-                print(f"| {xla_us:.1f} | {write_us:.1f} |", flush=True)
-
-
-def time_write(new: jax.Array, pools: list[KVPages], meta: AttentionInput) -> float:
-    """us per layer of writing one token per row. Donates the pools."""
-    write = jax.jit(lambda pools: [reference.write_kv(kv, new, new, meta) for kv in pools], donate_argnums=0)
-    held = [pools]
-
-    def call() -> Any:
-        held[0] = write(held[0])
-        return held[0]
-
-    return time_s(call) / len(pools) * 1e6
+    print(f"| heads | page | batch, context | floor | {' | TB/s | '.join(options)} | TB/s |")
+    print("|---|---|---|---|" + "---|---|" * len(options))
+    cells = [(name, page, shape) for page in page_sizes for name in HEADS for shape in SHAPES[name]]
+    jobs = [decode_job(HEADS[name], shape, page, tuning) for name, page, shape in cells for tuning in options.values()]
+    times = time_jobs(jobs)
+    for name, page, (rows, context) in cells:
+        kv_bytes = 4 * rows * context * HEADS[name][1] * HEADS[name][2]
+        print(f"| {name} | {page} | {rows}, {context} | {kv_bytes / COPY_BYTES_PER_S * 1e6:.1f} ", end="")
+        for _ in options:
+            us = next(times)
+            print(f"| {us:.1f} | {kv_bytes / us / 1e6:.2f} ", end="", flush=True)
+        print("|")
 
 
 def compile_all(jobs: Iterable[tuple[Callable[..., Any], tuple]]) -> list[Callable[[], Any]]:
@@ -163,20 +181,38 @@ def compile_all(jobs: Iterable[tuple[Callable[..., Any], tuple]]) -> list[Callab
     return [partial(run, *args) for run, (_, args) in zip(compiled, jobs, strict=True)]
 
 
-def check_prefill() -> bool:
-    print("\n## Prefill: largest difference to the float64 oracle\n\n| case | error | limit |\n|---|---|---|")
-    steps, jobs = [make_step(case) for case in PREFILL_MATRIX], []
-    for step in steps:
-        split = len(step.case.decode)
+def check_decode() -> bool:
+    def attend(q: Any, kv: KVPages, meta: AttentionInput, tuning: Any, options: Any) -> Any:
+        return kernel.decode_attention(q, kv, meta.page_table, meta.kv_lens, tuning=tuning, **options)
 
-        def run(q: Any, kv: KVPages, meta: AttentionInput, split: int = split, options: Any = step.case.options) -> Any:
-            meta = prefill_kernel.prepare(meta, kv.k.shape[2])
-            return prefill_kernel.prefill_attention(q, kv, meta, first_token=split, **options)[split:]
-
-        jobs.append((run, (step.q, step.kv, step.meta)))
     good = True
+    for title, cases, tuning in (
+        ("Decode", DECODE_MATRIX, kernel.DecodeTuning()),
+        ("Decode with overlap", DECODE_MATRIX[2::3], kernel.DecodeTuning(overlap=True)),
+    ):
+        steps = [make_step(case) for case in cases]
+        runs = [partial(attend, tuning=tuning, options=step.case.options) for step in steps]
+        good &= check_steps(title, steps, runs)
+    return good
+
+
+def check_prefill() -> bool:
+    def attend(q: Any, kv: KVPages, meta: AttentionInput, split: int, options: Any) -> Any:
+        meta = prefill_kernel.prepare(meta, kv.k.shape[2])
+        return prefill_kernel.prefill_attention(q, kv, meta, first_token=split, **options)
+
+    steps = [make_step(case) for case in PREFILL_MATRIX]
+    runs = [partial(attend, split=len(step.case.decode), options=step.case.options) for step in steps]
+    return check_steps("Prefill", steps, runs)
+
+
+def check_steps(title: str, steps: list[Step], runs: list[Callable[..., Any]]) -> bool:
+    """Whether what each run(q, kv, meta) gives is near the oracle. Not looked at: the decode rows of mixed steps."""
+    print(f"\n## {title}: largest difference to the float64 oracle\n\n| case | error | limit |\n|---|---|---|")
+    good, jobs = True, [(run, (step.q, step.kv, step.meta)) for run, step in zip(runs, steps, strict=True)]
     for step, call in zip(steps, compile_all(jobs), strict=True):
-        got, want = np.asarray(call().astype(jnp.float32), np.float64), step.expected()[len(step.case.decode) :]
+        first = len(step.case.decode) if step.case.prefill else 0
+        got, want = np.asarray(call().astype(jnp.float32), np.float64)[first:], step.expected()[first:]
         error, limit = float(np.abs(got - want).max()), TOLERANCE[step.case.dtype]
         good &= error < limit
         print(f"| {step.case} | {error:.1e} | {limit:g} |" + ("" if error < limit else " **OFF**"), flush=True)
@@ -267,21 +303,19 @@ def sweep_prefill() -> None:
         print(f"| {heads} | {shape[0]} x {shape[1]} + {shape[2]} | {how} | {us:.0f} | {rate:.0f} |", flush=True)
 
 
-def sweep() -> None:
-    print("\n## Tuning, us per layer (page 64)\n\n| heads | batch, context | stages | CTAs | min tiles | us |")
-    print("|---|---|---|---|---|---|")
-    for name, heads in HEADS.items():
-        for rows, context in ((256, 512), (64, 512), (8, 512), (1, 8192), (1, 512)):
-            q, pools = make_layers(rows, context, 64, heads)
-            meta = decode_meta(rows, context, 64, pools[0].k.shape[0])
-            for stages, ctas, tiles in [(4, 264, 2), (3, 264, 2), (2, 264, 2), (4, 132, 2), (3, 132, 2), (3, 132, 1)]:
-                tuning = kernel.DecodeTuning(stages=stages, target_ctas=ctas, min_tiles=tiles)
-
-                def attend(q: Any, kv: KVPages, m: AttentionInput, tuning: Any = tuning) -> Any:
-                    return kernel.decode_attention(q, kv, m.page_table, m.kv_lens, scale=0.1, tuning=tuning)
-
-                us = time_layers(attend, q, pools, meta)
-                print(f"| {name} | {rows}, {context} | {stages} | {ctas} | {tiles} | {us:.1f} |", flush=True)
+def sweep_decode() -> None:
+    new = kernel.DecodeTuning
+    tunings = {
+        "as is": new(),
+        "overlap": new(overlap=True),
+        "2 stages": new(stages=2),
+        "3": new(stages=3),
+        "6": new(stages=6),  # one CTA per multiprocessor
+        "min tiles 2": new(min_tiles=2),
+        "8": new(min_tiles=8),
+        "264 CTAs": new(target_ctas=264),
+    }
+    time_decode(tunings)
 
 
 def main() -> int:
@@ -291,15 +325,23 @@ def main() -> int:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--prefill", action="store_true", help="the prefill kernel only")
     only.add_argument("--decode", action="store_true", help="the decode kernel only")
+    only.add_argument("--rope", action="store_true", help="the fused rope and KV write only")
     args = parser.parse_args()
     print(f"# Attention kernels on {jax.devices()[0].device_kind}, jax {jax.__version__}")
     make_kernel_hashes_stable()
+    if args.rope:
+        from check_rope_gpu import check_rope  # pyright: ignore
+
+        return 0 if check_rope() else 1
     good = True
     if not args.prefill:
-        good &= args.skip_matrix or check_matrix()
-        time_decode()
+        good &= args.skip_matrix or (check_decode() if args.decode else check_matrix())
         if args.sweep:
-            sweep()
+            sweep_decode()
+        elif args.decode:
+            time_decode()
+        else:
+            time_decode(MINE, (64, 16), compare=True)
     if not args.decode:
         good &= args.skip_matrix or check_prefill()
         time_prefill()

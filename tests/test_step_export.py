@@ -49,7 +49,8 @@ def test_the_step_lowers_for_cuda(model, bucket: Bucket, features: bool):
         step, platforms=["cuda"], disabled_checks=[export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     )(shapes, [KVPages(pages, pages)] * LAYERS, state, jax.ShapeDtypeStruct((layout.size,), jnp.int32)).mlir_module()
     hashes = re.findall(r'kernel_hash = "([^"]*)"', module)
-    kinds = bool(bucket.decode_rows) + bool(bucket.prefill_tokens)
-    assert len(set(hashes)) == kinds, "all layers of a bucket share one kernel of each kind"
+    # all layers of a bucket share their kernels: rope and KV write; decode and its combine; prefill
+    assert len(set(hashes)) <= 1 + 2 * bool(bucket.decode_rows) + bool(bucket.prefill_tokens)
+    assert len(hashes) >= 2
     donated = len(re.findall(r"(?:tf.aliasing_output|jax.buffer_donor)", module))
     assert donated >= 2 * LAYERS + 2

@@ -23,15 +23,22 @@ from jaxserve.models.base import ModelConfig, Piece
 
 @runtime_checkable
 class Attend(Protocol):
-    """Writes k and v of this step into the layer's pages, then attends. A jax.tree_util.Partial, given by the step."""
+    """From the merged projection to the output of attention; this step's k and v are written into the layer's pages.
+
+    A jax.tree_util.Partial, given by the step: `rope_and_write`, then `attention`, of its backend.
+    """
 
     def __call__(
         self,
-        q: Float[Array, "T N H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
+        qkv: Float[Array, "T qkv"],
         kv_l: Any,
+        rope: tuple[Array, Array],
         *,
+        num_heads: int,
+        bias: Array | None,
+        q_norm: Array | None,
+        k_norm: Array | None,
+        eps: float,
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
@@ -58,20 +65,12 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -
 
 def rope_tables(
     config: ModelConfig, positions: Int[Array, " T"]
-) -> tuple[Float[Array, "T 1 half_H"], Float[Array, "T 1 half_H"]]:
-    """cos and sin of every position, float32, once per step for all layers."""
+) -> tuple[Float[Array, "T half_H"], Float[Array, "T half_H"]]:
+    """cos and sin of every position (arXiv:2104.09864), float32, once per step for all layers."""
     angles = positions[:, None].astype(jnp.float32) * np.asarray(config.rope_frequencies, np.float32)
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
     # Without the barrier XLA computes them again in every layer, and compiles that code as often.
     return jax.lax.optimization_barrier((cos * config.rope_magnitude, sin * config.rope_magnitude))
-
-
-def apply_rope(
-    x: Float[Array, "T heads H"], cos: Float[Array, "T 1 half_H"], sin: Float[Array, "T 1 half_H"]
-) -> Float[Array, "T heads H"]:
-    """Rotates (x[i], x[i + H/2]) by the angle of the position (arXiv:2104.09864, the half-split layout of HF)."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class DecoderLayer(nnx.Module):
@@ -203,18 +202,11 @@ def attention(
     kv_l: Any, attend: Attend,
 ) -> tuple[Float[Array, "T D"], Any]:  # fmt: skip
     """Grouped-query attention over the pages of each row."""
-    T, N, K, H = x.shape[0], config.num_heads, config.num_kv_heads, config.head_dim
-    qkv = matmul(x, w["qkv"])
-    if config.qkv_bias:
-        qkv = qkv + w["qkv_bias"]
-    qkv = qkv.reshape(T, N + 2 * K, H)
-    qk, v = qkv[:, : N + K], qkv[:, N + K :]
-    if config.qk_norm:
-        q, k = rms_norm(qk[:, :N], w["q_norm"], config.norm_eps), rms_norm(qk[:, N:], w["k_norm"], config.norm_eps)
-        qk = jnp.concatenate([q, k], axis=1)
-    qk = apply_rope(qk, *rope)
-    out, kv_l = attend(qk[:, :N], qk[:, N:], v, kv_l, scale=config.attention_scale, sliding_window=window, softcap=None)
-    out = matmul(out.reshape(T, N * H), w["o"])
+    out, kv_l = attend(
+        matmul(x, w["qkv"]), kv_l, rope, num_heads=config.num_heads, bias=w.get("qkv_bias"), q_norm=w.get("q_norm"),
+        k_norm=w.get("k_norm"), eps=config.norm_eps, scale=config.attention_scale, sliding_window=window, softcap=None,
+    )  # fmt: skip
+    out = matmul(out.reshape(x.shape[0], -1), w["o"])
     return (out + w["o_bias"] if config.o_bias else out), kv_l
 
 

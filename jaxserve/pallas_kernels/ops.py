@@ -26,7 +26,8 @@ class Backend:
     """Attention kernels of one kind for one platform. All functions are traced inside the step's jit.
 
     prepare(meta, page_size) -> meta: once per step, what all layers share.
-    write_kv(kv, k [T, K, H], v [T, K, H], meta) -> KVPages: donates `kv`; padding tokens go to page 0.
+    rope_and_write(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps) -> q [T, N, H], KVPages: donates
+        `kv`; see `reference.rope_and_write`. Padding tokens go to page 0.
     attention(q [T, N, H], kv, meta, *, scale, sliding_window=None, softcap=None) -> [T, N, H].
     """
 
@@ -35,7 +36,7 @@ class Backend:
     page_sizes: tuple[int, ...]
     default_page_size: int
     prepare: Callable[[AttentionInput, int], AttentionInput]
-    write_kv: Callable[[KVPages, Array, Array, AttentionInput], KVPages]
+    rope_and_write: Callable[..., tuple[Array, KVPages]]
     attention: Callable[..., Array]
 
 
@@ -93,7 +94,7 @@ def _make_reference(device: Device) -> Backend:
         page_sizes=(16, 32, 64, 128, 256),
         default_page_size=16,
         prepare=partial(reference.prepare, tuning=tuning),
-        write_kv=reference.write_kv,
+        rope_and_write=reference.rope_and_write,
         attention=partial(reference.attention, tuning=tuning),
     )
 
@@ -109,6 +110,7 @@ def _why_not_mosaic_gpu(device: Device) -> str | None:
 def _make_mosaic_gpu(device: Device) -> Backend:
     from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
     from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable
+    from jaxserve.pallas_kernels.rope_write_mosaic_gpu import rope_and_write
 
     make_kernel_hashes_stable()
     return Backend(
@@ -117,7 +119,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         page_sizes=kernel.PAGE_SIZES,
         default_page_size=64,
         prepare=kernel.prepare,
-        write_kv=reference.write_kv,
+        rope_and_write=rope_and_write,
         attention=kernel.attention,
     )
 

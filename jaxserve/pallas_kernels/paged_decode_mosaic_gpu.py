@@ -1,14 +1,20 @@
 """Paged decode attention for Hopper GPUs (Mosaic GPU): one query token per row, split over the row's KV.
 
 What: each CTA takes one work item (a row and a range of its KV tiles) and one kv head. A memory warpgroup streams the
-pages into a ring of KV tiles (TMA); a compute warpgroup keeps an online softmax and writes one partial result per
-item; a small XLA fusion combines the items of a row.
+pages into a ring of KV tiles (TMA); a compute warpgroup keeps an online softmax. A row's only item writes the result;
+the items of a row that is split write partial ones, which a second, small kernel combines in place.
 
 Why this shape: decode reads all of K and V once and computes little, so the only aim is to keep bytes in flight.
   - Products are swapped (S^T = K Q^T, O^T = V^T P^T): the G query heads of a kv head become the narrow side of a
     wgmma (N = 8 or 16) and the 64 keys its M = 64, where the usual order would pad 4 query heads to 64.
+  - Heads that fill up 8 or 16 are not in memory: G is a dimension of its own, the TMA loads zeros beyond its end and
+    drops what is stored there. G > 8 is two halves, since a tile of 16 rows is two pieces of 8 (an odd G is padded).
   - Work items are made on the device from kv_lens, so nothing waits for the host. Their number is static; items
-    beyond the real ones leave at once. A long row is cut into several so that a small batch fills the card too.
+    beyond the real ones leave at once. A long row is cut into several so that a small batch fills the card too; where
+    the page table is too narrow for that, there is no second kernel.
+  - A batch that fills the card gets a ring that lets two CTAs share a multiprocessor: one streams while the other
+    starts (page ids come before pages) or ends. So no registers are moved between warpgroups: v2 did so, and it likely
+    kept a second CTA out (not checked on the card yet).
 
 Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor at 4.3 TB/s in brackets):
     prototype  page 64, 4 stages, host-made items   256x2048 533 [499]   256x512 175 [125]   64x512 58 [31]
@@ -19,9 +25,15 @@ Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor a
     v2         heads innermost in the grid, combine without the padded heads and with fewer splits:
                256x2048 635   256x512 162   64x512 57 (smaller shapes not timed again); the kernel alone, at 264 CTAs:
                620, 159, 56. Stages 4, 3, 2 at 264 CTAs: 256x512 164, 167, 176; 64x512 54, 56, 55
+    v2, traced kernel, then XLA's padding of q and combine: 8 rows 5.3 + 1.4 + 4; 256x430 147 + 5 + 7 [105];
+               256x430 of Qwen-1.5B (N 12, K 2) 47 + 5 + 7 [26]
+    v3         q as it is, results written directly, a combine kernel, heavy items first, two CTAs per multiprocessor,
+               items of at least 4 tiles. With combine: 256x2048 490   256x512 141   64x512 45   8x512 19   1x8192 24
+               1x512 20; of Qwen-1.5B 256x512 48, 64x512 24, 8x512 19, 1x512 18. Chains of small calls hold launch gaps
+               that a step does not: traced in a step at 8 rows, rope + decode + combine take 3 x 3.7. Right with
+               overlap (programmatic dependent launch) too; whether that is faster is not timed
     Chains of 32 (v1) and 128 (v2) layers over permuted pages, one run each. 256x2048 is noisy: over the tunings of
-    that run 635 to 713, and once 854. Next: why it stays above the prototype, direct output of rows with one item,
-    a combine kernel.
+    that run 635 to 713, and once 854.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
@@ -45,88 +57,137 @@ KV_TILE = 64  # keys per tile: the M of a wgmma
 PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
+HEAD_ROWS = 8  # query heads of a tile: the least N of a wgmma, and what a TMA of the swizzled layout moves together
+MAX_SPLITS = 64  # partial results of a row: what one tile of the combine holds
+COMBINE_CTAS = 264
+WHOLE, NOTHING = -1, -2  # slots of an item that writes the result itself, and of one that is padding
 LOG2E = math.log2(math.e)
+
+
+class Cuts(NamedTuple):
+    """How a batch may be cut, static."""
+
+    min_tiles: int  # least KV tiles of an item of a split row
+    max_splits: int  # most items of one row
+    spare_items: int  # items beyond one per row: what cutting long rows may add
+    heavy_first: bool  # not all CTAs run at once: light items last fill the gaps
+
+    @property
+    def slots_per_row(self) -> int:
+        """Room for partial results of each row that is split; the combine loads 8 at once."""
+        return ceil_div(self.max_splits, 8) * 8
 
 
 @dataclass(frozen=True)
 class DecodeTuning:
-    """How the work is cut. `stages`: KV tiles in flight per CTA; `min_tiles`: least KV tiles of an item."""
+    """How the work is cut.
 
-    stages: int = 4
-    target_ctas: int = 132  # one per multiprocessor of an H100 or H200: a ring of 128 KiB leaves no room for two
-    min_tiles: int = 2
+    `stages`: KV tiles in flight per CTA (None: see `stages_of`); `target_ctas`: how many fill the card;
+    `min_tiles`: least KV tiles of an item, since the combine costs as much as streaming some; `overlap`: starts the
+    kernels before the previous one has ended, so that only the waiting is left (programmatic dependent launch).
+    """
+
+    stages: int | None = None
+    target_ctas: int = 132  # the multiprocessors of an H100 or H200
+    min_tiles: int = 4
+    overlap: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
+        for name in ("stages", "target_ctas", "min_tiles"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"DecodeTuning.{name} must be at least 1, got {value}")
 
-    def stages_of(self, head_dim: int) -> int:
-        """A ring of K and V tiles must fit in shared memory (227 KiB): 64 KiB per stage at head dim 256."""
-        return min(self.stages, 3 if head_dim > 128 else self.stages)
+    def stages_of(self, rows: int, kv_heads: int, head_dim: int) -> int:
+        """96 KiB of K and V where several CTAs share a multiprocessor (228 KiB), else 192 KiB."""
+        tile_kib = 2 * 2 * KV_TILE * head_dim // 1024
+        most = 192 // tile_kib
+        if self.stages:
+            return min(self.stages, most)
+        return 96 // tile_kib if rows * kv_heads > self.target_ctas and tile_kib <= 32 else most
 
-    def spare_items(self, rows: int, kv_heads: int) -> int:
-        """Items beyond one per row: what cutting long rows may add."""
-        return max(ceil_div(self.target_ctas, kv_heads), rows // 8)
+    def cuts(self, rows: int, kv_heads: int, longest: int) -> Cuts:
+        """`longest`: most KV tiles that a row can have.
 
-    def max_splits(self, rows: int, kv_heads: int) -> int:
-        """Most items of one row: twice what fills the card if rows are equal, and 4 for the odd long one.
-
-        The combine reads rows * max_splits partials whether they are there or not, so this cannot be generous.
+        A row has at most twice the items that fill the card if rows are equal, and 4 for the odd long one. Batches
+        that fill it anyway only cut rows that are very long.
         """
-        return min(self.spare_items(rows, kv_heads) + 1, max(4, 2 * ceil_div(self.target_ctas, rows * kv_heads)))
+        fills = rows * kv_heads >= 2 * self.target_ctas
+        min_tiles = self.min_tiles * (8 if fills else 1)
+        spare = max(ceil_div(self.target_ctas, kv_heads), rows // 8)
+        splits = min(spare + 1, max(4, 2 * ceil_div(self.target_ctas, rows * kv_heads)))
+        splits = max(1, min(splits, MAX_SPLITS, longest // min_tiles))
+        return Cuts(min_tiles, splits, spare if splits > 1 else 0, heavy_first=fills)
+
+
+def longest_row(width: int, page_size: int, sliding_window: int | None) -> int:
+    """Most KV tiles that a row of `width` pages needs, a static bound."""
+    tiles = ceil_div(width * page_size, KV_TILE)
+    return tiles if sliding_window is None else min(tiles, ceil_div(sliding_window + KV_TILE - 1, KV_TILE))
 
 
 class Work(NamedTuple):
-    """The work items of a step, in row order. n = S + spare items, static."""
+    """The work items of a step and the rows that are split. All sizes are static: see `Cuts`."""
 
-    items: Array  # i32[n, 3] row, first KV tile, end KV tile; padding items have end == first
-    first_items: Array  # i32[S] first item of each row
-    num_items: Array  # i32[S] how many; 0 for padding rows
+    items: Array  # i32[S + spare, 4] row, first KV tile, end KV tile, slot of its result (or WHOLE, NOTHING)
+    splits: Array  # i32[m, 2] rows that are split, and into how many; the nth row's slots begin at n * slots_per_row
+    num_splits: Array  # i32[1] how many of those are real
 
 
-def make_work(kv_lens: Array, kv_heads: int, sliding_window: int | None, tuning: DecodeTuning) -> Work:
+def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     """Cuts the KV tiles that each row (kv_lens i32[S]) needs into items of nearly equal length.
 
     An item is `chunk` tiles at most, with the smallest chunk for which the items fit:
-    sum(ceil(tiles / chunk)) <= sum(tiles) / chunk + S <= spare + S.
+    sum(max(1, ceil(tiles / chunk))) <= sum(tiles) / chunk + S <= spare + S. A row of length 0 has one item too, which
+    writes zeros. Sums and searches compare all with all, since those are few fusions; a sort would split the step's
+    CUDA graph.
     """
-    rows = kv_lens.shape[0]
-    spare, max_splits = tuning.spare_items(rows, kv_heads), tuning.max_splits(rows, kv_heads)
+    rows, spare = kv_lens.shape[0], cuts.spare_items
     begin = jnp.zeros_like(kv_lens) if sliding_window is None else jnp.maximum(0, kv_lens - sliding_window) // KV_TILE
     tiles = (kv_lens + KV_TILE - 1) // KV_TILE - begin  # i32[S]
-    chunk = jnp.maximum(tuning.min_tiles, (jnp.sum(tiles) + spare - 1) // spare)
-    chunk = jnp.maximum(chunk, (jnp.max(tiles) + max_splits - 1) // max_splits)
-    count = (tiles + chunk - 1) // chunk  # i32[S]
-    end = jnp.cumsum(count)
-    item = jnp.arange(rows + spare, dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(end, item, side="right", method="compare_all"), rows - 1).astype(jnp.int32)
+    count = jnp.ones_like(tiles)  # i32[S] items of each row
+    if spare:
+        chunk = jnp.maximum(cuts.min_tiles, (jnp.sum(tiles) + spare - 1) // spare)
+        chunk = jnp.maximum(chunk, (jnp.max(tiles) + cuts.max_splits - 1) // cuts.max_splits)
+        count = jnp.maximum(1, jnp.minimum((tiles + chunk - 1) // chunk, tiles // cuts.min_tiles))
+    up_to = jnp.arange(rows) <= jnp.arange(rows)[:, None]
+    end, splits_end = (jnp.sum(jnp.where(up_to, x, 0), axis=1, dtype=jnp.int32) for x in (count, count > 1))  # i32[S]
+
+    def row_of(ends: Array, n: int) -> Array:
+        """Which row each of 0..n-1 belongs to, if a row's end at `ends`."""
+        return jnp.minimum(jnp.sum(ends <= jnp.arange(n)[:, None], axis=1, dtype=jnp.int32), rows - 1)
+
+    item, row = jnp.arange(rows + spare, dtype=jnp.int32), row_of(end, rows + spare)
     nth = item - (end - count)[row]  # which of its row's items
-    share = jnp.maximum(count[row], 1)
-    bounds = [begin[row] + (nth + i) * tiles[row] // share for i in (0, 1)]
+    first, last = (begin[row] + (nth + i) * tiles[row] // count[row] for i in (0, 1))
+    slot = jnp.where(count[row] > 1, (splits_end[row] - 1) * cuts.slots_per_row + nth, WHOLE)
     real = item < end[-1]
-    items = jnp.stack([row, *(jnp.where(real, b, 0) for b in bounds)], axis=1)
-    return Work(items.astype(jnp.int32), (end - count).astype(jnp.int32), count.astype(jnp.int32))
+    items = jnp.where(real[:, None], jnp.stack([row, first, last, slot], axis=1), jnp.array([0, 0, 0, NOTHING]))
+    if cuts.heavy_first:  # by counting who goes before whom
+        weight = jnp.where(real, last - first, -1)
+        before = (weight[:, None] > weight) | ((weight[:, None] == weight) & (item[:, None] < item))
+        place = jnp.sum(before, axis=0, dtype=jnp.int32)
+        items = items[jnp.sum(jnp.where(place == item[:, None], item, 0), axis=1)]
+    split_row = row_of(splits_end, max(1, min(rows, spare)))  # a split row has a spare item
+    splits = jnp.stack([split_row, count[split_row]], axis=1)
+    return Work(items.astype(jnp.int32), splits.astype(jnp.int32), splits_end[-1:])
 
 
 def _body(
-    q_ref,  # [S, K, Gp, H]
+    q_ref,  # [S, K, halves, G / halves, H]
     k_ref,  # [P, K, page, H]
     v_ref,  # [P, K, page, H]
-    items_ref,  # i32[n, 3]
+    items_ref,  # i32[n, 4]
     lens_ref,  # i32[S]
     table_ref,  # i32[S, W]
-    o_ref,  # f32[n, K, Gp, H] out: not yet divided by the total
-    m_ref,  # f32[n, K, Gp] out: running maximum, in units of log2
-    total_ref,  # f32[n, K, Gp] out: sum of 2 ** (s - m)
-    *,
-    q_smem,  # [Gp, H]
+    out_ref,  # [S, K, halves, G / halves, H] out: rows with one item
+    *partial_refs,  # f32[slots, K, Gp, H] out: result of an item; f32[slots, K, Gp] out: log2 of its sum of 2 ** s
+    q_smem,  # [Gp, H], and the result at the end
     k_smem,  # [stages, KV_TILE, H]
     v_smem,  # [stages, KV_TILE, H]
     p_smem,  # [Gp, KV_TILE]
-    o_smem,  # f32[Gp, H]
-    m_smem,  # f32[Gp]
-    total_smem,  # f32[Gp]
+    o_smem,  # f32[Gp, H]; None: no row is split
+    lse_smem,  # f32[Gp]; None: no row is split
     q_full,  # barrier
     k_full,  # barrier[stages]
     v_full,  # barrier[stages]
@@ -135,49 +196,52 @@ def _body(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    overlap: bool,
 ):
     stages, _, head_dim = k_smem.shape
-    group = q_smem.shape[0]
+    group, halves = q_smem.shape[0], q_ref.shape[2]
     page_size, width = k_ref.shape[2], table_ref.shape[1]
+    if overlap:
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
     # heads innermost: CTAs that run together read the heads of the same pages, which lie side by side
-    kv_heads = jnp.int32(k_ref.shape[1])
-    item, head = lax.div(lax.axis_index("cta"), kv_heads), lax.rem(lax.axis_index("cta"), kv_heads)
-    row, first_tile = items_ref[item, 0], items_ref[item, 1]
+    cta, kv_heads = lax.axis_index("cta"), jnp.int32(k_ref.shape[1])
+    item, head = lax.div(cta, kv_heads), lax.rem(cta, kv_heads)
+    heads = pl.ds(lax.rem(cta, jnp.int32(1)), HEAD_ROWS)  # a start that is not static: heads beyond G are 0, or dropped
+    row, first_tile, slot = items_ref[item, 0], items_ref[item, 1], items_ref[item, 3]
     num_tiles = items_ref[item, 2] - first_tile
     kv_len = lens_ref[row]
 
-    def load_tile(i, slot):
-        if page_size >= KV_TILE:  # a tile is a piece of one page
-            tiles_per_page = page_size // KV_TILE
-            tile = first_tile + i
-            page = table_ref[row, lax.div(tile, jnp.int32(tiles_per_page))]
-            start = lax.rem(tile, jnp.int32(tiles_per_page)) * KV_TILE
-            for pool, ring, full in ((k_ref, k_smem, k_full), (v_ref, v_smem, v_full)):
-                source = pool.at[page, head] if tiles_per_page == 1 else pool.at[page, head, pl.ds(start, KV_TILE)]
-                plgpu.copy_gmem_to_smem(source, ring.at[slot], full.at[slot])
-            return
-        pages_per_tile = KV_TILE // page_size
-        for j in range(pages_per_tile):
-            column = jnp.minimum((first_tile + i) * pages_per_tile + j, width - 1)
-            page = table_ref[row, column]
-            place = pl.ds(j * page_size, page_size)
-            plgpu.copy_gmem_to_smem(k_ref.at[page, head], k_smem.at[slot, place], k_full.at[slot])
-            plgpu.copy_gmem_to_smem(v_ref.at[page, head], v_smem.at[slot, place], v_full.at[slot])
+    def stage_of(i):
+        return lax.rem(i, jnp.int32(stages))
 
     @pl.when((lax.axis_index("warpgroup") == 1) & (num_tiles > 0))
     def _stream():
-        plgpu.set_max_registers(40, action="decrease")
+        size = min(page_size, KV_TILE)  # keys per copy
+        copies = KV_TILE // size
 
         @pl.loop(0, num_tiles)
         def _(i):
-            slot = lax.rem(i, jnp.int32(stages))
+            stage, key = stage_of(i), (first_tile + i) * KV_TILE
+            # page ids first: their latency hides behind the wait for the stage
+            columns = [lax.div(key + j * size, jnp.int32(page_size)) for j in range(copies)]
+            pages = [table_ref[row, jnp.minimum(column, width - 1)] for column in columns]
+            for pool, ring, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
 
-            @pl.when(i >= stages)
-            def _():
-                plgpu.barrier_wait(k_free.at[slot])
-                plgpu.barrier_wait(v_free.at[slot])
+                @pl.when(i >= stages)
+                def _(free=free):
+                    plgpu.barrier_wait(free.at[stage])
 
-            load_tile(i, slot)
+                for j, page in enumerate(pages):
+                    source = pool.at[page, head]
+                    if size < page_size:
+                        source = pool.at[page, head, pl.ds(lax.rem(key, jnp.int32(page_size)), size)]
+                    plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * size, size)], full.at[stage])
+
+        @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
+        def _(i):  # leave no phase unseen: the interpreter checks that
+            for free in (k_free, v_free):
+                plgpu.barrier_wait(free.at[stage_of(i)])
 
     def live_keys(tile, shape, layout):
         """Which keys of a tile the row attends to, along the first axis of `shape`."""
@@ -191,7 +255,7 @@ def _body(
         # tanh(x) = 1 - 2 / (e^2x + 1): the hardware's own tanh is good to 3 digits only
         return (softcap * LOG2E) * (1.0 - 2.0 / (jnp.exp2(dots * (2 * LOG2E * scale / softcap)) + 1.0))
 
-    def clear_dead_values(tile, slot):
+    def clear_dead_values(tile, stage):
         """Zeroes the V rows that nothing attends to: they may be NaN, and 0 * NaN is NaN. Only in edge tiles."""
         edge = (tile + 1) * KV_TILE > kv_len
         if sliding_window is not None:
@@ -199,32 +263,36 @@ def _body(
 
         @pl.when(edge)
         def _():
-            v = plgpu.load(v_smem.at[slot], layout=plgpu.Layout.WGMMA)
+            v = plgpu.load(v_smem.at[stage], layout=plgpu.Layout.WGMMA)
             live = live_keys(tile, (KV_TILE, head_dim), plgpu.Layout.WGMMA)
-            v_smem.at[slot][...] = jnp.where(live, v, jnp.zeros_like(v))
+            v_smem.at[stage][...] = jnp.where(live, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
-    @pl.when((lax.axis_index("warpgroup") == 0) & (num_tiles > 0))
+    @pl.when((lax.axis_index("warpgroup") == 0) & (slot != NOTHING))
     def _compute():
-        plgpu.set_max_registers(232, action="increase")
-        plgpu.copy_gmem_to_smem(q_ref.at[row, head], q_smem, q_full)
-        plgpu.barrier_wait(q_full)
+        @pl.when(num_tiles > 0)
+        def _():
+            for half in range(halves):
+                rows = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
+                plgpu.copy_gmem_to_smem(q_ref.at[row, head, half, heads], rows, q_full)
+            plgpu.barrier_wait(q_full)
+
         per_head = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((group,), reference.MASKED, jnp.float32), per_head)
         total = plgpu.layout_cast(jnp.zeros((group,), jnp.float32), per_head)
         acc = plgpu.layout_cast(jnp.zeros((head_dim, group), jnp.float32), plgpu.Layout.WGMMA)
 
         def step(i, carry):
-            acc, m, total = carry  # f32 [H, Gp], [Gp], [Gp]
-            slot, tile = lax.rem(i, jnp.int32(stages)), first_tile + i
-            plgpu.barrier_wait(k_full.at[slot])
+            acc, m, total = carry  # f32 [H, Gp], [Gp] in units of log2, [Gp]
+            stage, tile = stage_of(i), first_tile + i
+            plgpu.barrier_wait(k_full.at[stage])
 
             def qk(out):
-                plgpu.wgmma(out, k_smem.at[slot], q_smem.T)
+                plgpu.wgmma(out, k_smem.at[stage], q_smem.T)
                 return out[...]
 
             s = scores(pl.run_scoped(qk, plgpu.ACC((KV_TILE, group), jnp.float32)))
-            plgpu.barrier_arrive(k_free.at[slot])
+            plgpu.barrier_arrive(k_free.at[stage])
             s = jnp.where(live_keys(tile, s.shape, plgpu.Layout.WGMMA), s, reference.MASKED)
             m_new = jnp.maximum(m, s.max(axis=0))
             shrink = jnp.exp2(m - m_new)
@@ -233,85 +301,174 @@ def _body(
             p_smem.T[...] = p.astype(p_smem.dtype)
             plgpu.commit_smem()
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
-            plgpu.barrier_wait(v_full.at[slot])
-            clear_dead_values(tile, slot)
+            plgpu.barrier_wait(v_full.at[stage])
+            clear_dead_values(tile, stage)
 
             def pv(out):
-                plgpu.wgmma(out, v_smem.at[slot].T, p_smem.T)
+                plgpu.wgmma(out, v_smem.at[stage].T, p_smem.T)
                 return out[...]
 
             acc = acc + pl.run_scoped(pv, plgpu.ACC((head_dim, group), jnp.float32))
-            plgpu.barrier_arrive(v_free.at[slot])
+            plgpu.barrier_arrive(v_free.at[stage])
             return acc, m_new, total
 
         acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
-        o_smem.T[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
-        m_smem[...] = m
-        total_smem[...] = total
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(o_smem, o_ref.at[item, head])
-        plgpu.copy_smem_to_gmem(m_smem, m_ref.at[item, head])
-        plgpu.copy_smem_to_gmem(total_smem, total_ref.at[item, head])
+        inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
+        out = acc * lax.broadcast_in_dim(inverse, acc.shape, [1])
+
+        @pl.when(slot == WHOLE)
+        def _():
+            q_smem.T[...] = plgpu.layout_cast(out.astype(q_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.commit_smem()
+            for half in range(halves):
+                rows = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
+                plgpu.copy_smem_to_gmem(rows, out_ref.at[row, head, half, heads])
+
+        if partial_refs:
+            o_ref, lse_ref = partial_refs
+
+            @pl.when(slot >= 0)
+            def _():
+                o_smem.T[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+                lse_smem[...] = m + jnp.log(total) * LOG2E
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(o_smem, o_ref.at[slot, head])
+                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[slot, head])
+
         plgpu.wait_smem_to_gmem(0)
 
 
-# One module-level jit, so that every layer of a step shares one traced call, one kernel and one compilation.
-@partial(jax.jit, static_argnames=("scale", "sliding_window", "softcap", "stages"))
-def _partials(
-    q: Array, k: Array, v: Array, items: Array, kv_lens: Array, page_table: Array, *,
-    scale: float, sliding_window: int | None, softcap: float | None, stages: int,
-) -> tuple[Array, Array, Array]:  # fmt: skip
-    """q [S, K, Gp, H]; k, v [P, K, page, H]; items i32[n, 3] -> f32 [n, K, Gp, H], [n, K, Gp], [n, K, Gp]."""
-    _, kv_heads, group, head_dim = q.shape
-    n, dtype = items.shape[0], k.dtype
+def _combine(
+    splits_ref,  # i32[m, 2]
+    num_splits_ref,  # i32[1]
+    o_ref,  # f32[slots, K, Gp, H]
+    lse_ref,  # f32[slots, K, Gp]
+    out_ref,  # [S, K, halves, G / halves, H] in place: the rows that are split
+    *,
+    o_smem,  # f32[MAX_SPLITS, H]
+    lse_smem,  # f32[MAX_SPLITS, Gp]
+    row_smem,  # [H]
+    full,  # barrier[slots_per_row / 8]
+    ctas: int,
+    overlap: bool,
+):
+    """Weighs the partial results of one row and query head at a time, as one tile with a row for each."""
+    _, kv_heads, halves, per_half, head_dim = out_ref.shape
+    blocks, heads = full.shape[0], kv_heads * halves * per_half
+    if overlap:
+        plgpu.griddepcontrol_wait()
+    cta = lax.axis_index("cta")
+
+    @pl.loop(0, lax.div(num_splits_ref[0] * heads - cta + (ctas - 1), jnp.int32(ctas)))
+    def _(i):
+        unit = cta + i * ctas
+        nth, head = lax.div(unit, jnp.int32(heads)), lax.rem(unit, jnp.int32(heads))
+        kv_head, own = lax.div(head, jnp.int32(halves * per_half)), lax.rem(head, jnp.int32(halves * per_half))
+        half, own = lax.div(own, jnp.int32(per_half)), lax.rem(own, jnp.int32(per_half))
+        padded = half * HEAD_ROWS + own  # its place among the Gp heads of a partial result
+        row, count = splits_ref[nth, 0], splits_ref[nth, 1]
+        for b in range(blocks):
+
+            @pl.when(b * 8 < count)
+            def _(b=b):
+                source, rows = pl.ds(nth * (blocks * 8) + b * 8, 8), pl.ds(b * 8, 8)
+                plgpu.copy_gmem_to_smem(lse_ref.at[source, kv_head], lse_smem.at[rows], full.at[b])
+                plgpu.copy_gmem_to_smem(o_ref.at[source, kv_head, padded], o_smem.at[rows], full.at[b])
+
+        for b in range(blocks):
+
+            @pl.when(b * 8 < count)
+            def _(b=b):
+                plgpu.barrier_wait(full.at[b])
+
+        def place(shape, axis):
+            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+        # rows of the tile that were never loaded hold anything
+        lse = plgpu.load(lse_smem, layout=plgpu.Layout.WGMMA)
+        lse = jnp.where(place(lse.shape, 0) < count, lse, reference.MASKED)
+        weights = jnp.exp2(lse - lax.broadcast_in_dim(lse.max(axis=0), lse.shape, [1]))
+        weights = weights / lax.broadcast_in_dim(weights.sum(axis=0), lse.shape, [1])
+        weight = jnp.where(place(lse.shape, 1) == padded, weights, 0.0).sum(axis=1)  # f32[MAX_SPLITS]
+        for left in range(0, head_dim, 64):
+            part = plgpu.load(o_smem.at[:, pl.ds(left, 64)], layout=plgpu.Layout.WGMMA)
+            part = jnp.where(place(part.shape, 0) < count, part, 0.0) * lax.broadcast_in_dim(weight, part.shape, [0])
+            row_smem.at[pl.ds(left, 64)][...] = part.sum(axis=0).astype(row_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(row_smem, out_ref.at[row, kv_head, half, own])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _tiled(*shape: int, dtype: Any, columns: int | None = None):
+    """Shared memory as wgmma wants it, and swizzled so that no reading of columns has bank conflicts."""
+    size = jnp.dtype(dtype).itemsize
+    columns = columns or 128 // size
+    return plgpu.SMEM(
+        shape, dtype, transforms=(plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * size))
+    )
+
+
+# One module-level jit, so that every layer of a step shares one traced call, two kernels and one compilation of each.
+@partial(jax.jit, static_argnames=("cuts", "scale", "sliding_window", "softcap", "stages", "overlap"))
+def _attend(
+    q: Array, k: Array, v: Array, work: Work, kv_lens: Array, page_table: Array, *,
+    cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, stages: int, overlap: bool,
+) -> Array:  # fmt: skip
+    """q [S, K, halves, G / halves, H]; k, v [P, K, page, H] -> as q."""
+    _, kv_heads, halves, per_half, head_dim = q.shape
+    group, dtype = halves * HEAD_ROWS, k.dtype
     copies_per_tile = max(1, KV_TILE // k.shape[2])
-
-    def tiled(*shape: int, dtype: Any = dtype, columns: int = 64):
-        transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-    scratch = {
-        "q_smem": tiled(group, head_dim),
-        "k_smem": tiled(stages, KV_TILE, head_dim),
-        "v_smem": tiled(stages, KV_TILE, head_dim),
-        "p_smem": tiled(group, KV_TILE),
-        "o_smem": tiled(group, head_dim, dtype=jnp.float32, columns=32),
-        "m_smem": plgpu.SMEM((group,), jnp.float32),
-        "total_smem": plgpu.SMEM((group,), jnp.float32),
-        "q_full": plgpu.Barrier(),
+    split_rows = work.splits.shape[0]
+    out_type = [jax.ShapeDtypeStruct(q.shape, dtype)]
+    if cuts.max_splits > 1:
+        slots = split_rows * cuts.slots_per_row
+        out_type += [
+            jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((slots, kv_heads, group), jnp.float32),
+        ]
+    scratch: dict[str, Any] = {
+        "q_smem": _tiled(group, head_dim, dtype=dtype),
+        "k_smem": _tiled(stages, KV_TILE, head_dim, dtype=dtype),
+        "v_smem": _tiled(stages, KV_TILE, head_dim, dtype=dtype),
+        "p_smem": _tiled(group, KV_TILE, dtype=dtype),
+        "o_smem": _tiled(group, head_dim, dtype=jnp.float32) if cuts.max_splits > 1 else None,
+        "lse_smem": plgpu.SMEM((group,), jnp.float32) if cuts.max_splits > 1 else None,
+        "q_full": plgpu.Barrier(num_arrivals=halves),
         "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies_per_tile),
         "v_full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies_per_tile),
         "k_free": plgpu.Barrier(num_barriers=stages),
         "v_free": plgpu.Barrier(num_barriers=stages),
     }
     kernel = plgpu.kernel(
-        partial(_body, scale=scale, sliding_window=sliding_window, softcap=softcap),
-        out_type=[
-            jax.ShapeDtypeStruct((n, kv_heads, group, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((n, kv_heads, group), jnp.float32),
-            jax.ShapeDtypeStruct((n, kv_heads, group), jnp.float32),
-        ],
+        partial(_body, scale=scale, sliding_window=sliding_window, softcap=softcap, overlap=overlap),
+        out_type=out_type,
         scratch_types=scratch,
-        grid=(n * kv_heads,),
+        grid=(work.items.shape[0] * kv_heads,),
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    o, m, totals = kernel(q, k, v, items, kv_lens, page_table)
-    return o, m, totals
-
-
-def _combine(o: Array, m: Array, totals: Array, work: Work, max_splits: int) -> Array:
-    """Partials f32 [n, K, G, H], [n, K, G], [n, K, G] of the items -> f32[S, K, G, H], 0 for rows without items."""
-    nth = jnp.arange(max_splits, dtype=jnp.int32)
-    item = jnp.minimum(work.first_items[:, None] + nth, m.shape[0] - 1)  # i32[S, max_splits]
-    real = (nth < work.num_items[:, None])[..., None, None]
-    m = jnp.where(real, m[item], reference.MASKED)  # memory of items that left at once is never written
-    weight = jnp.exp2(m - m.max(axis=1, keepdims=True))
-    total = jnp.sum(jnp.where(real, weight * totals[item], 0), axis=1)
-    out = jnp.sum(jnp.where(real[..., None], weight[..., None] * o[item], 0), axis=1)
-    return jnp.where(total[..., None] > 0, out / jnp.where(total > 0, total, 1)[..., None], 0)
+    out, *partials = kernel(q, k, v, work.items, kv_lens, page_table)
+    if not partials:
+        return out
+    ctas = min(COMBINE_CTAS, split_rows * kv_heads * halves * per_half)
+    combine = plgpu.kernel(
+        partial(_combine, ctas=ctas, overlap=overlap),
+        out_type=(),
+        scratch_types={
+            "o_smem": _tiled(MAX_SPLITS, head_dim, dtype=jnp.float32),
+            "lse_smem": _tiled(MAX_SPLITS, group, dtype=jnp.float32, columns=group),
+            "row_smem": plgpu.SMEM((head_dim,), dtype),
+            "full": plgpu.Barrier(num_barriers=cuts.slots_per_row // 8, num_arrivals=2),
+        },
+        grid=(ctas,),
+        grid_names=("cta",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    ref = jax.new_ref(out)
+    combine(work.splits, work.num_splits, *partials, ref)
+    return jax.freeze(ref)
 
 
 def unsupported(*, dtype: str | None, head_dim: int | None, group: int | None) -> str | None:
@@ -325,6 +482,21 @@ def unsupported(*, dtype: str | None, head_dim: int | None, group: int | None) -
     return None
 
 
+def decode_work(
+    kv_lens: Array,
+    page_table: Array,
+    *,
+    kv_heads: int,
+    page_size: int,
+    sliding_window: int | None = None,
+    tuning: DecodeTuning = DecodeTuning(),
+) -> Work:
+    """What `decode_attention` makes of kv_lens i32[S] and page_table i32[S, W] if it is not given: once per step."""
+    rows, width = page_table.shape
+    cuts = tuning.cuts(rows, kv_heads, longest_row(width, page_size, sliding_window))
+    return make_work(kv_lens, sliding_window, cuts)
+
+
 def decode_attention(
     q: Array,
     kv: KVPages,
@@ -335,10 +507,12 @@ def decode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     tuning: DecodeTuning = DecodeTuning(),
+    work: Work | None = None,
 ) -> Array:
     """Attention of one query per row: q [S, N, H], page_table i32[S, W], kv_lens i32[S] -> [S, N, H].
 
-    Rows of length 0 get 0. Raises ValueError for shapes that the kernel does not take (see `unsupported`).
+    Rows of length 0 get 0. `work` is that of `decode_work` with the same window and tuning. Raises ValueError for
+    shapes that the kernel does not take (see `unsupported`).
     """
     rows, heads, head_dim = q.shape
     _, kv_heads, page_size, _ = kv.k.shape
@@ -347,12 +521,16 @@ def decode_attention(
         raise ValueError(f"paged decode on mosaic_gpu: {reason}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"paged decode on mosaic_gpu: page size must be one of {PAGE_SIZES}, got {page_size}")
-    work = make_work(kv_lens, kv_heads, sliding_window, tuning)
+    cuts = tuning.cuts(rows, kv_heads, longest_row(page_table.shape[1], page_size, sliding_window))
+    if work is None:
+        work = make_work(kv_lens, sliding_window, cuts)
+    halves = ceil_div(group, HEAD_ROWS)
     qs = q.reshape(rows, kv_heads, group, head_dim).astype(kv.k.dtype)
-    qs = jnp.pad(qs, ((0, 0), (0, 0), (0, -group % 8), (0, 0)))
-    o, m, totals = _partials(
-        qs, kv.k, kv.v, work.items, kv_lens, page_table,
-        scale=scale, sliding_window=sliding_window, softcap=softcap, stages=tuning.stages_of(head_dim),
+    if group % halves:
+        qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
+    out = _attend(
+        qs.reshape(rows, kv_heads, halves, -1, head_dim), kv.k, kv.v, work, kv_lens, page_table,
+        cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap,
+        stages=tuning.stages_of(rows, kv_heads, head_dim), overlap=tuning.overlap,
     )  # fmt: skip
-    o, m, totals = (x[:, :, :group] for x in (o, m, totals))
-    return _combine(o, m, totals, work, tuning.max_splits(rows, kv_heads)).reshape(q.shape).astype(q.dtype)
+    return out.reshape(rows, kv_heads, -1, head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)

@@ -23,10 +23,11 @@ multiply-reduce, changes little; a loop over single rows was 2 to 4 times slower
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jaxserve.shapes import ceil_div
@@ -153,6 +154,46 @@ def write_kv(kv: KVPages, k: Array, v: Array, meta: AttentionInput) -> KVPages:
         for pool, new in zip(kv, (k, v), strict=True)
     )
     return KVPages(*written)
+
+
+def rope_and_write(
+    qkv: Array, kv: KVPages, meta: AttentionInput, cos: Array, sin: Array, *, num_heads: int, **projection: Any
+) -> tuple[Array, KVPages]:
+    """Donates `kv`: from the merged projection to q [T, N, H], and this step's k and v in their pages. See `rope`."""
+    q, k, v = rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=kv.k.shape[1], **projection)
+    return q, write_kv(kv, k, v, meta)
+
+
+def rope(
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    bias: Array | None = None,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    eps: float = 0.0,
+) -> tuple[Array, Array, Array]:
+    """qkv [T, (N + 2K) * H], in this order, to q [T, N, H], k and v [T, K, H].
+
+    Adds bias (a row of qkv); RMSNorm over each head (arXiv:1910.07467) with the weights q_norm, k_norm [H]; rotates
+    (x[i], x[i + H/2]) by the angle of the position (arXiv:2104.09864, the half-split layout of HF), given as cos, sin
+    f32[T, H/2]. All in float32, rounded once at the end.
+    """
+    x = qkv.astype(jnp.float32)
+    if bias is not None:
+        x = x + bias.astype(jnp.float32)
+    x = x.reshape(x.shape[0], num_heads + 2 * num_kv_heads, -1)
+    qk, v = x[:, : num_heads + num_kv_heads], x[:, num_heads + num_kv_heads :]
+    if q_norm is not None and k_norm is not None:
+        weight = jnp.repeat(jnp.stack([q_norm, k_norm]), np.array([num_heads, num_kv_heads]), axis=0)
+        qk = qk * lax.rsqrt(jnp.mean(jnp.square(qk), axis=-1, keepdims=True) + eps) * weight.astype(jnp.float32)
+    a, b = jnp.split(qk, 2, axis=-1)  # q and k together: one pass on a CPU
+    cos, sin = cos[:, None], sin[:, None]
+    qk = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(qkv.dtype)
+    return qk[:, :num_heads], qk[:, num_heads:], v.astype(qkv.dtype)
 
 
 def attention(

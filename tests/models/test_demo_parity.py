@@ -13,6 +13,7 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.models.loading import load_model
 from jaxserve.models.registry import resolve
+from jaxserve.pallas_kernels.reference import rope
 from jaxserve.tokenizer import Tokenizer
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -58,8 +59,9 @@ def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint):
     config, _ = resolve(checkpoint.config)
     model = load_model(checkpoint, config, jnp.float32, progress=False)
 
-    def attend(q, k, v, kv_l, *, scale, sliding_window, softcap):
+    def attend(qkv, kv_l, angles, *, scale, sliding_window, softcap, **projection):
         """ROWS sequences of PADDED tokens side by side, causal within each."""
+        q, k, v = rope(qkv, *angles, num_kv_heads=config.num_kv_heads, **projection)
         q, k, v = (x.reshape(ROWS, PADDED, *x.shape[1:]) for x in (q, k, v))
         k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
         scores = jnp.einsum("bqnh,bknh->bnqk", q, k) * scale

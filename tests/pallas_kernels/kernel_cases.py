@@ -151,6 +151,28 @@ GPU_MATRIX = [
     Case(decode=(9000,), page_size=64, head_dim=128, group=16, kv_heads=1, dtype="bfloat16"),
 ]  # fmt: skip
 
+# A quick selection of decode rows: each group and head dim, split and whole rows mixed, batches that fill the card.
+DECODE_MATRIX = [
+    Case(decode=_LENGTHS[page], page_size=page, group=group, head_dim=head_dim, dtype=dtype, **how)
+    for page, group, head_dim, dtype, how in [
+        (16, 1, 64, "bfloat16", {}),
+        (64, 3, 128, "float16", {}),
+        (64, 4, 128, "bfloat16", {}),
+        (32, 6, 128, "bfloat16", {"sliding_window": 70}),
+        (128, 7, 256, "bfloat16", {}),
+        (256, 8, 64, "float16", {"softcap": 20.0}),
+        (64, 9, 128, "bfloat16", {}),
+        (16, 12, 64, "bfloat16", {"sliding_window": 600, "softcap": 50.0}),
+        (64, 16, 256, "bfloat16", {"kv_heads": 1}),
+    ]
+] + [
+    Case(decode=(9000,), page_size=64, group=16, head_dim=128, kv_heads=1, dtype="bfloat16"),
+    Case(decode=(9000, 0, 300), page_size=16, group=6, head_dim=128, dtype="bfloat16"),
+    Case(decode=tuple(range(1, 200)), page_size=64, group=4, head_dim=128, dtype="bfloat16"),
+    Case(decode=(5, 0) * 70 + (5000, 64), page_size=64, group=6, head_dim=128, dtype="bfloat16"),
+    Case(decode=(64, 1, 0, 200), page_size=64, group=4, head_dim=128, dtype="bfloat16", extra_width=0),
+]  # fmt: skip
+
 # The same for prefill: chunks that start anywhere, with and without context, around tile edges, and rows without any.
 _CHUNKS = ((5, 5), (333, 700), (1, 129), (0, 0), (64, 64), (130, 131), (7, 260))
 PREFILL_MATRIX = [

@@ -12,15 +12,20 @@ from kernel_cases import TOLERANCE, Case, error_of, make_step
 from jaxserve.pallas_kernels import kernel_hash
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel
 
-SMALL = kernel.DecodeTuning(target_ctas=8, min_tiles=1)  # few items, so that the interpreter is quick, yet rows split
+SMALL = kernel.DecodeTuning(target_ctas=4, min_tiles=1)  # few items, so that the interpreter is quick, yet rows split
 
-# The interpreter takes seconds per case, so each holds many conditions; a real GPU runs the whole matrix.
+# The interpreter takes seconds per case, so each holds many conditions; a real GPU runs the whole matrix. Rows with one
+# item and rows that are split, in any order; heads that fill a tile of 8 or 16 and heads that do not.
 CASES = [
     Case(decode=(63, 0, 65, 320), page_size=64, head_dim=128, group=4, kv_heads=1, dtype="bfloat16"),
     Case(decode=(15, 16, 17, 130), page_size=16, head_dim=64, group=3, dtype="bfloat16", extra_width=0),
     Case(decode=(31, 200), page_size=32, head_dim=64, group=6, kv_heads=1, dtype="float16", sliding_window=70,
          softcap=20.0),
     Case(decode=(1, 129), page_size=128, head_dim=256, group=1, kv_heads=1, dtype="bfloat16"),
+    Case(decode=(0, 700, 64), page_size=64, head_dim=64, group=16, kv_heads=1, dtype="bfloat16"),
+    Case(decode=(300, 20), page_size=64, head_dim=64, group=8, kv_heads=1, dtype="float16"),
+    Case(decode=(130, 0), page_size=64, head_dim=64, group=7, kv_heads=1, dtype="bfloat16", sliding_window=128),
+    Case(decode=(150,), page_size=64, head_dim=64, group=11, kv_heads=1, dtype="bfloat16"),
 ]  # fmt: skip
 
 
@@ -42,19 +47,56 @@ def test_interpreted_kernel_equals_the_oracle(case):
     assert error_of(got, step) < TOLERANCE[case.dtype]
 
 
+def test_rows_that_nothing_can_split_take_one_kernel():
+    case = Case(decode=(64, 0, 1, 40), page_size=64, head_dim=64, group=6, kv_heads=1, dtype="bfloat16", extra_width=0)
+    step = make_step(case)
+    assert len(hashes(export_for_cuda(decode(step), *arguments(step)))) == 1
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = decode(step)(*arguments(step))
+    assert error_of(got, step) < TOLERANCE[case.dtype]
+
+
+def test_heavy_items_come_first_in_batches_that_fill_the_card():
+    case = Case(decode=(3, 1100, 0, 200), page_size=64, head_dim=64, group=2, kv_heads=1, dtype="bfloat16")
+    step, tuning = make_step(case), kernel.DecodeTuning(target_ctas=2, min_tiles=1)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = decode(step, tuning)(*arguments(step))
+    work = kernel.decode_work(step.meta.kv_lens, step.meta.page_table, kv_heads=1, page_size=64, tuning=tuning)
+    assert work.items[:, 0].tolist() == [1, 1, 3, 0, 2, 0] and work.splits.tolist()[0] == [1, 2]
+    assert error_of(got, step) < TOLERANCE[case.dtype]
+
+
+def test_work_may_be_made_once_for_all_layers():
+    case = Case(decode=(200, 64), page_size=64, head_dim=64, kv_heads=1, dtype="bfloat16")
+    step = make_step(case)
+    q, kv, table, lens = arguments(step)
+    work = kernel.decode_work(lens, table, kv_heads=1, page_size=64, tuning=SMALL)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        got = jax.jit(lambda work: kernel.decode_attention(q, kv, table, lens, scale=case.scale, tuning=SMALL,
+                                                           work=work))(work)  # fmt: skip
+    assert error_of(got, step) < TOLERANCE[case.dtype]
+
+
 def export_for_cuda(fn, *args) -> str:
     checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     return jax.export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()
 
 
 @pytest.mark.parametrize(
-    ("page_size", "head_dim"), [(page, 128) for page in kernel.PAGE_SIZES] + [(64, h) for h in kernel.HEAD_DIMS]
+    ("page_size", "head_dim", "group"),
+    [(16, 128, 12), (32, 64, 1), (64, 256, 16), (64, 128, 6), (128, 128, 8), (256, 64, 9)],
 )
-def test_kernel_lowers_for_cuda_from_a_cpu_host(page_size, head_dim):
-    step = make_step(Case(decode=(70, 3), page_size=page_size, head_dim=head_dim, group=12, dtype="bfloat16",
-                          sliding_window=64, softcap=30.0))  # fmt: skip
+def test_kernels_lower_for_cuda_from_a_cpu_host(page_size, head_dim, group):
+    step = make_step(Case(decode=(700, 3), page_size=page_size, head_dim=head_dim, group=group, dtype="bfloat16",
+                          sliding_window=640, softcap=30.0))  # fmt: skip
     module = export_for_cuda(decode(step, kernel.DecodeTuning()), *arguments(step))
-    assert module.count("@mosaic_gpu_v2") == 1
+    assert module.count("@mosaic_gpu_v2") == 2
+
+
+def test_kernels_that_overlap_lower_for_cuda():
+    step = make_step(Case(decode=(700, 3), page_size=64, dtype="bfloat16"))
+    module = export_for_cuda(decode(step, kernel.DecodeTuning(overlap=True)), *arguments(step))
+    assert module.count("@mosaic_gpu_v2") == 2
 
 
 def hashes(module: str) -> list[str]:
@@ -70,9 +112,9 @@ def layers(step, count):
     return run
 
 
-def test_all_layers_share_one_kernel():
+def test_all_layers_share_the_kernels():
     step = make_step(Case(decode=(70, 3), page_size=64, dtype="bfloat16"))
-    assert len(hashes(export_for_cuda(layers(step, 3), *arguments(step)))) == 1
+    assert len(hashes(export_for_cuda(layers(step, 3), *arguments(step)))) == 2
 
 
 def test_kernel_hash_does_not_depend_on_what_was_traced_before():
@@ -85,32 +127,58 @@ def test_kernel_hash_does_not_depend_on_what_was_traced_before():
 
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 100, 5000])
-@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 8), (5, 1), (64, 8), (300, 2)])
+@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 8), (1, 1), (5, 1), (64, 8), (300, 2)])
 def test_work_items_cover_each_needed_tile_once(rows, kv_heads, sliding_window):
-    tuning = kernel.DecodeTuning()
     rng = np.random.default_rng(rows)
-    make = jax.jit(lambda lens: kernel.make_work(lens, kv_heads, sliding_window, tuning))
+    cuts = kernel.DecodeTuning().cuts(rows, kv_heads, kernel.longest_row(30_000 // 16, 16, sliding_window))
+    make = jax.jit(lambda lens: kernel.make_work(lens, sliding_window, cuts))
     for longest in (1, 64, 700, 30_000):
         lens = rng.integers(0, longest, rows, endpoint=True)
         lens[-1] = longest
         lens[: rows // 4] = 0
         work = jax.tree.map(np.asarray, make(jnp.asarray(lens, jnp.int32)))
-        assert len(work.items) == rows + tuning.spare_items(rows, kv_heads)
-        assert work.num_items.max() <= tuning.max_splits(rows, kv_heads)
-        done = 0
+        assert len(work.items) == rows + cuts.spare_items
+        sizes = work.items[:, 2] - work.items[:, 1]
+        real = work.items[:, 3] != kernel.NOTHING
+        assert not sizes[~real].any() and (not cuts.heavy_first or (np.diff(sizes) <= 0).all())
+        split = dict(work.splits[: work.num_splits[0]])
+        slots = []
         for row, n in enumerate(lens):
+            own = work.items[real & (work.items[:, 0] == row)]
+            own = own[np.lexsort((own[:, 2], own[:, 1]))]
+            assert len(own) == split.get(row, 1) <= cuts.max_splits
             first = 0 if sliding_window is None else max(0, n - sliding_window) // kernel.KV_TILE
-            own = work.items[work.first_items[row] : work.first_items[row] + work.num_items[row]]
-            assert (own[:, 0] == row).all() and (own[:, 2] > own[:, 1]).all()
-            tiles = [tile for _, begin, end in own for tile in range(begin, end)]
+            tiles = [tile for _, begin, end, _ in own for tile in range(begin, end)]
             assert tiles == list(range(first, -(-n // kernel.KV_TILE)))
-            done += len(own)
-        assert (work.items[done:, 1] == work.items[done:, 2]).all()
+            if row in split:
+                assert (own[:, 2] - own[:, 1] >= cuts.min_tiles).all()
+                place = list(split).index(row) * cuts.slots_per_row
+                assert own[:, 3].tolist() == list(range(place, place + len(own)))
+                slots += own[:, 3].tolist()
+            else:
+                assert own[0, 3] == kernel.WHOLE
+        assert len(set(slots)) == len(slots) and max(slots, default=0) < len(work.splits) * cuts.slots_per_row
 
 
-def test_small_batches_fill_the_card():
-    work = kernel.make_work(jnp.array([8192], jnp.int32), 8, None, kernel.DecodeTuning())
-    assert int(work.num_items[0]) * 8 >= 120
+def work_of(lens, kv_heads, width=1024):
+    table = jnp.zeros((len(lens), width), jnp.int32)
+    make = jax.jit(kernel.decode_work, static_argnames=("kv_heads", "page_size"))
+    return make(jnp.array(lens, jnp.int32), table, kv_heads=kv_heads, page_size=64)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_small_batches_fill_the_card(kv_heads):
+    work = work_of([64 * 1024], kv_heads)
+    assert int(work.splits[0, 1]) * kv_heads >= 120
+
+
+@pytest.mark.parametrize(("rows", "kv_heads", "length"), [(256, 8, 2048), (256, 2, 430), (64, 8, 512), (8, 8, 300)])
+def test_equal_rows_that_are_short_or_fill_the_card_are_not_split(rows, kv_heads, length):
+    assert int(work_of([length] * rows, kv_heads).num_splits[0]) == 0
+
+
+def test_one_very_long_row_of_a_large_batch_is_split():
+    assert int(work_of([60_000] + [100] * 255, 8).splits[0, 1]) == 4
 
 
 @pytest.mark.parametrize(
