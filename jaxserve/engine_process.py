@@ -208,7 +208,9 @@ class EngineProcess:
             "-m",
             "jaxserve.engine_process",
             stdin=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in a terminal is for the parent, which ends this one gracefully
+            # Ctrl-C in a terminal is for the parent, which ends this one gracefully. Not a session of its own: Linux
+            # shares the cores out between sessions first (autogroup), so that nice would mean nothing among the two.
+            preexec_fn=os.setpgrp,
         )
         assert process.stdin is not None
         options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
