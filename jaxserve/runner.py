@@ -177,7 +177,7 @@ class Runner:
         return (True,) if self._backend.platform == "cpu" else (False, True)
 
     def _lower(self, bucket: Bucket, features: bool, num_pages: int, max_model_len: int) -> Any:
-        """The step of a bucket as a function of flat arrays: weights; KV, state, output (donated); packed."""
+        """The step of a bucket as a function of flat arrays: weights; KV, state, results (donated); packed."""
         layout = self._layouts[bucket]
         step = build_step(self._loaded.graphdef, layout, self._backend, features=features)
 
@@ -191,7 +191,9 @@ class Runner:
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
         shapes, tree = jax.tree.flatten((self._loaded.params, *donated, packed))
         shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes]
-        first, count = len(self._weights), len(jax.tree.leaves(donated))
+        # On a CPU results are not donated: numpy looks into that very memory, where elsewhere it gets a copy.
+        first = len(self._weights)
+        count = len(jax.tree.leaves(donated if self._backend.platform != "cpu" else donated[:2]))
         return step_cache.lower(
             flat,
             shapes,
