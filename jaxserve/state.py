@@ -20,6 +20,7 @@ from jaxserve.shapes import Bucket, ceil_div
 FIXED_COLUMNS = ("slot", "flags", "sample_index", "seed_lo", "seed_hi", "prompt_len", "min_tokens")
 # ... then what changes each step: position of the row's first token, how many tokens, whether it draws one.
 STEP_COLUMNS = ("start", "count", "draw")
+LOGPROB_COLUMNS = 2 + 2 * MAX_LOGPROBS  # logprob, rank, top ids, top logprobs
 
 
 class DeviceState(NamedTuple):
@@ -63,13 +64,11 @@ class PackedLayout:
 
     def new_output(self, features: bool) -> StepOutput:
         """Zeros of the shapes that a step of this bucket gives back."""
-        columns = 2 + 2 * MAX_LOGPROBS
+        rows, tokens = self.bucket.rows, self.bucket.prefill_tokens
         return StepOutput(
-            jnp.zeros(self.bucket.rows, jnp.int32),
-            jnp.zeros((self.bucket.rows, columns), jnp.int32) if features else None,
-            jnp.zeros((self.bucket.prefill_tokens, columns), jnp.int32)
-            if features and self.bucket.prefill_tokens
-            else None,
+            jnp.zeros(rows, jnp.int32),
+            jnp.zeros((rows, LOGPROB_COLUMNS), jnp.int32) if features else None,
+            jnp.zeros((tokens, LOGPROB_COLUMNS), jnp.int32) if features and tokens else None,
         )
 
     def views[A: (np.ndarray, jax.Array)](self, packed: A) -> dict[str, A]:

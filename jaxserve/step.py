@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.ops import Backend
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
-from jaxserve.request import MAX_LOGPROBS, knob_names
+from jaxserve.request import knob_names
 from jaxserve.sampling import SamplingRows, sample, token_logprobs
 from jaxserve.shapes import Bucket
-from jaxserve.state import DeviceState, PackedLayout, StepOutput
+from jaxserve.state import LOGPROB_COLUMNS, DeviceState, PackedLayout, StepOutput
 
 LOGPROB_ROWS = 64  # rows of hidden states turned into logits at once, where a prompt's logprobs are wanted
 
@@ -161,6 +161,6 @@ def _prompt_logprobs(model: Any, hidden: Float[Array, "T_p D"], targets: Int32[A
         return lax.map(block, (h, t)).reshape(blocks * size, -1)[: hidden.shape[0]]
 
     def unwanted() -> Array:
-        return jnp.zeros((hidden.shape[0], 2 + 2 * MAX_LOGPROBS), jnp.int32)
+        return jnp.zeros((hidden.shape[0], LOGPROB_COLUMNS), jnp.int32)
 
     return lax.cond(jnp.any(targets >= 0), wanted, unwanted)
