@@ -1,7 +1,9 @@
 """Fixtures that tests of several folders use."""
 
 import asyncio
+import gc
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +25,18 @@ def modules_with_shapes() -> list[str]:
 
 # In tests every call of these is checked, from their import on: which is why this stands here.
 jaxtyping.install_import_hook(sorted(modules_with_shapes()), "beartype.beartype")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _programs_are_dropped() -> Iterator[None]:
+    """Forgets what a file's tests compiled. A program takes memory mappings, of which Linux gives a process 65,530
+    (vm.max_map_count); those of the whole suite were more, and XLA then ends in a segmentation fault.
+    """
+    yield
+    if jax := sys.modules.get("jax"):
+        jax.clear_caches()
+        gc.collect()
+
 
 METRICS = """# TYPE jaxserve:num_requests_running gauge
 jaxserve:num_requests_running{model_name="stand-in"} 2.0

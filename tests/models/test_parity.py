@@ -16,6 +16,7 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.models.loading import LoadedModel, load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
+from jaxserve.pallas_kernels import reference
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -23,9 +24,12 @@ PADDED = 96
 CLEAR = 1e-3  # margins of the best two scores above this must give the same token
 
 
-def attend_to_all(q, k, v, kv_l, *, scale, sliding_window, softcap):
-    """Causal attention over one whole sequence: q [T, N, H], k and v [T, K, H]."""
+def attend_to_all(qkv, kv_l, rope, *, num_heads, scale, sliding_window, softcap, **projection):
+    """Causal attention over one whole sequence, without pages."""
     assert softcap is None
+    cos, sin = rope
+    num_kv_heads = (qkv.shape[1] // (2 * cos.shape[1]) - num_heads) // 2
+    q, k, v = reference.rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, **projection)
     T, N, _ = q.shape
     k, v = (jnp.repeat(x, N // x.shape[1], axis=1) for x in (k, v))
     scores = jnp.einsum("qnh,knh->nqk", q, k) * scale
