@@ -102,7 +102,7 @@ def _yield_to_the_engine() -> None:
     """Lowers the priority of this process's threads, where the model runs on the same cores.
 
     Each layer's matmul joins threads on all cores: one that HTTP pushes aside for a moment holds up the whole step.
-    With one stream on two cores the server does 95% of what the step does alone so, and 70% otherwise.
+    With one stream on two cores the server does 89% of what the engine does alone so (docs/benchmarks.md).
     """
     with contextlib.suppress(OSError):
         for thread_id in os.listdir("/proc/self/task"):

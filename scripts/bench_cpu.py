@@ -34,13 +34,14 @@ from jaxserve.bench.datasets import RandomLengths, random_samples
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.collect_env import lines as environment_lines
 from jaxserve.config import EngineConfig, cache_dir
+from jaxserve.engine_process import HUGE_PAGES
 
 CONCURRENCY = (1, 8, 16, 32)
 STATIC_BATCH = 8
 VOCAB_SIZE = 49152  # of the demo model
 READY_TIMEOUT_S = 600
 CLIENT_NICE = 10  # the load generator shares two cores with the server: it must not take them from it
-ENV = {"JAX_PLATFORMS": "cpu"}
+ENV = {"JAX_PLATFORMS": "cpu", **HUGE_PAGES}  # what `jaxserve serve` gives its engine, for the engine alone too
 
 
 def main() -> int:
