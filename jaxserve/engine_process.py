@@ -28,7 +28,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.errors import ConfigError, EngineDead, ErrorInfo, JaxserveError
 from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta
 
@@ -36,9 +36,6 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_MS = 200  # an idle engine wakes this often to look at deadlines
 STATS_PERIOD_S = 1.0
-# glibc then asks for huge pages. On a CPU the step reads all weights each time, through half a million small ones:
-# 5% faster at one row, 11% at 16 (docs/benchmarks.md). Read when a process starts, so that only a parent can set it.
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -214,7 +211,7 @@ class EngineProcess:
             # Ctrl-C in a terminal is for the parent, which ends this one gracefully. Not a session of its own: Linux
             # shares the cores out between sessions first (autogroup), so that nice would mean nothing among the two.
             preexec_fn=os.setpgrp,
-            env={**HUGE_PAGES, **os.environ},
+            env=engine_environment(),
         )
         assert process.stdin is not None
         options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones

@@ -33,8 +33,7 @@ from typing import Any
 from jaxserve.bench.datasets import RandomLengths, random_samples
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.collect_env import lines as environment_lines
-from jaxserve.config import EngineConfig, cache_dir
-from jaxserve.engine_process import HUGE_PAGES
+from jaxserve.config import HUGE_PAGES, EngineConfig, cache_dir
 
 CONCURRENCY = (1, 8, 16, 32)
 STATIC_BATCH = 8
