@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
-    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "jaxserve.llm",
     "SamplingParams": "jaxserve.request",
+    "StructuredOutputsParams": "jaxserve.request",
     "RequestOutput": "jaxserve.request",
     "CompletionOutput": "jaxserve.request",
 }

@@ -11,24 +11,23 @@ import numpy as np
 from jaxserve.plan import Plan, Rows
 from jaxserve.sequence import Sequence
 from jaxserve.shapes import Bucket
-from jaxserve.state import FIXED_COLUMNS, PackedLayout
+from jaxserve.state import FIXED_COLUMNS, KNOBS, PackedLayout
 
 
 class Packer:
     """Fills the buffers of one engine's steps."""
 
-    def __init__(self, layouts: dict[Bucket, PackedLayout], num_slots: int, knobs: dict[str, str]):
+    def __init__(self, layouts: dict[Bucket, PackedLayout], num_slots: int):
         self._layouts = layouts
-        self._knobs = knobs  # name -> "f32" or "i32"
         self._trash_slot = num_slots
-        self._fixed = np.zeros((len(FIXED_COLUMNS) + len(knobs), num_slots + 1), np.int32)
+        self._fixed = np.zeros((len(FIXED_COLUMNS) + len(KNOBS), num_slots + 1), np.int32)
         self._fixed[0] = np.arange(num_slots + 1)
 
     def admit(self, seq: Sequence, flags: int) -> None:
         """Notes what the device needs to know of the sequence with every step, under its slot."""
         params, seed = seq.request.params, seq.request.seed or 0
         fixed = (seq.slot, flags, seq.index, _int32(seed), _int32(seed >> 32), seq.prompt_len, params.min_tokens)
-        knobs = [_bits(getattr(params, name), kind) for name, kind in self._knobs.items()]
+        knobs = [_bits(getattr(params, name), kind) for name, kind in KNOBS.items()]
         self._fixed[:, seq.slot] = [*fixed, *knobs]
 
     def pack(self, plan: Plan, bucket: Bucket) -> np.ndarray:

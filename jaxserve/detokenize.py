@@ -8,7 +8,7 @@ Everything here is independent of how the tokens arrive: one by one or many at a
 """
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.request import SamplingParams, SequenceDelta, TokenLogprobs
@@ -187,8 +187,11 @@ class SequenceText:
         params: SamplingParams,
         stops: StopMatcher | None = None,
         prompt_token_ids: Sequence[int] = (),
+        stop_ids: Collection[int] = (),
     ):
+        """stop_ids: tokens that have no text where they end the sequence."""
         self._params = params
+        self._stop_ids = stop_ids
         self._text: Detokenizer | None = None
         if params.detokenize:
             self._text = Detokenizer(
@@ -240,7 +243,7 @@ class SequenceText:
             begin = end = 0
             if self._text:
                 begin = self._text.num_decoded
-                stopped = self._text.push(token_id, silent=silent_end and i == last)
+                stopped = self._text.push(token_id, silent=silent_end and i == last and token_id in self._stop_ids)
                 end = self._text.num_decoded + self._text.in_character
             self._waiting.append((token_id, logprobs[i] if logprobs else None, begin, end))
             self.num_tokens += 1

@@ -8,20 +8,25 @@ Step n+1 is on the device before the ids of step n are looked at; rows that turn
 import logging
 import random
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import numpy as np
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, cache_dir, set_memory_share
-from jaxserve.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError, JaxserveError, RequestError
+from jaxserve.grammar import GrammarCompiler, GrammarState
 from jaxserve.plan import Event, Plan
 from jaxserve.request import MAX_LOGPROBS, EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
 from jaxserve.shapes import make_buckets
+from jaxserve.tokenizer import Vocabulary
 
 log = logging.getLogger(__name__)
+
+COMPILE_WAIT_S = 0.005  # an engine with nothing else to do looks this often whether a grammar is ready
 
 DEFAULTS = {  # of options left open, by platform
     "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 160, "dtype": "float32"},
@@ -99,35 +104,70 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
             checks=checks,
         )
+        self._vocab_size = model_config.vocab_size
+        self._vocabulary: Vocabulary | None = None
+        self._grammars: GrammarCompiler | None = None
+        self._compiling: dict[
+            str, tuple[Request, Future[GrammarState]]
+        ] = {}  # requests whose grammar is being compiled
+        self._refused: list[SequenceDelta] = []
         self._timeout_s = config.request_timeout
         self._seeds = random.Random(config.seed)
         self._in_flight: Any = None
         self._broken = ""  # what a step raised: the device's state is not to be trusted any more
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._first_launch_s: dict[str, float] = {}
+        self._sums: dict[str, np.ndarray] = {}  # of hidden states, of prompts that are being pooled
 
     # ---------------------------------------------------------------------------------------------- requests
 
-    def submit(self, request: Request) -> None:
-        """Accepts a request. Raises QueueFull, RequestError if it can never be served, EngineDead after a bad step."""
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """What grammars are compiled for. Read when the first one comes, or by prepare_grammars()."""
+        self._vocabulary = vocabulary
+
+    def prepare_grammars(self) -> GrammarCompiler:
+        """Reads the vocabulary, which takes a second if it is large."""
+        if self._grammars is None:
+            assert self._vocabulary is not None, "use_vocabulary() was called"
+            self._grammars = GrammarCompiler(self._vocabulary, self._vocab_size)
+        return self._grammars
+
+    def submit(self, request: Request) -> bool:
+        """Accepts a request. Raises QueueFull, RequestError if it can never be served, EngineDead after a bad step.
+
+        False: its grammar has to be compiled first; a later step() gives a delta that says whether it is accepted.
+        """
         if self._broken:
             raise EngineDead(f"the engine failed: {self._broken}")
         if request.seed is None:
             request.seed = self._seeds.getrandbits(63)
         if self._timeout_s and request.deadline_s is None:
             request.deadline_s = time.monotonic() + self._timeout_s
-        self._scheduler.add(request)
+        if request.grammar is None:
+            self._scheduler.add(request)
+            return True
+        if self.knows(request.request_id):
+            raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
+        future = self.prepare_grammars().compile(request.grammar)
+        if future.done():
+            self._scheduler.add(request, future.result())
+            return True
+        self._compiling[request.request_id] = request, future
+        return False
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Ends one sequence of a request, or all: each tells so with finish_reason "abort". Unknown ids are ignored."""
+        if waiting := self._compiling.pop(request_id, None):
+            count = waiting[0].params.n
+            self._refused += [SequenceDelta(request_id, i, finish_reason="abort") for i in range(count)]
         self._scheduler.cancel(request_id, index)
 
     def has_work(self) -> bool:
-        return self._in_flight is not None or self._scheduler.has_work
+        return self._in_flight is not None or self._scheduler.has_work or bool(self._compiling or self._refused)
 
     def knows(self, request_id: str) -> bool:
         """Whether the request still has an unfinished sequence."""
-        return request_id in self._scheduler.requests
+        return request_id in self._scheduler.requests or request_id in self._compiling
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages."""
@@ -149,6 +189,7 @@ class Engine:
             deltas = self._step()
         except BaseException as error:
             self._broken, self._in_flight = f"{type(error).__name__}: {error}", None
+            self._compiling.clear()
             for request_id in list(self._scheduler.requests):
                 self._scheduler.cancel(request_id, reason="error")
             self._scheduler.in_flight.clear()
@@ -157,10 +198,12 @@ class Engine:
             if delta.finish_reason and not self.knows(delta.request_id):
                 self._prompt_logprobs.pop(delta.request_id, None)
                 self._first_launch_s.pop(delta.request_id, None)
+                self._sums.pop(delta.request_id, None)
         return deltas
 
     def _step(self) -> list[SequenceDelta]:
         self._scheduler.expire(time.monotonic())
+        answers = self._take_compiled()
         plan = self._scheduler.plan()
         launched = self._runner.launch(plan) if plan else None
         if plan and plan.admitted:
@@ -169,28 +212,63 @@ class Engine:
                 self._first_launch_s.setdefault(seq.request.request_id, now)
         before, self._in_flight = self._in_flight, launched
         deltas = self._commit(before) if before else []
-        return deltas + [self._delta(event, None) for event in self._scheduler.take_endings()]
+        if launched and launched.drawn is None:
+            self._runner.draw(launched, self._masks(launched.plan))
+        return [*answers, *deltas, *(self._delta(event, None, None) for event in self._scheduler.take_endings())]
+
+    def _take_compiled(self) -> list[SequenceDelta]:
+        """Gives requests whose grammars are ready to the scheduler. Waits a little if there is nothing else to do."""
+        answers, self._refused = self._refused, []
+        if self._compiling and not (answers or self._in_flight or self._scheduler.has_work):
+            wait([future for _, future in self._compiling.values()], COMPILE_WAIT_S, FIRST_COMPLETED)
+        for request, future in [pair for pair in self._compiling.values() if pair[1].done()]:
+            del self._compiling[request.request_id]
+            answer = SequenceDelta(request.request_id, -1)
+            try:
+                self._scheduler.add(request, future.result())
+            except JaxserveError as error:
+                answer.finish_reason, answer.error = "error", error.info()
+            answers.append(answer)
+        return answers
+
+    def _masks(self, plan: Plan) -> dict[int, np.ndarray]:
+        """The ids that may follow, of each row that draws under a grammar."""
+        rows = [
+            (first + i, seq.grammar)
+            for first, region in ((0, plan.decode), (len(plan.decode), plan.prefill))
+            for i, seq in enumerate(region.seqs)
+            if seq.grammar is not None and region.samples[i] and seq.finish_reason is None
+        ]
+        masks = self.prepare_grammars().masks([grammar for _, grammar in rows])
+        return {row: mask for (row, _), mask in zip(rows, masks, strict=True)}
 
     def _commit(self, launched: Any) -> list[SequenceDelta]:
         results = self._runner.collect(launched)
         if results.prompt_logprobs is not None:
             self._take_prompt_logprobs(launched.plan, results.prompt_logprobs)
+        if results.pooled is not None:
+            self._take_sums(launched.plan, results.pooled)
         events = self._scheduler.commit(launched.plan, results.tokens)
-        return [self._delta(event, results.logprobs) for event in events]
+        return [self._delta(event, results.logprobs, results.pooled) for event in events]
 
-    def _delta(self, event: Event, logprobs: np.ndarray | None) -> SequenceDelta:
+    def _delta(self, event: Event, logprobs: np.ndarray | None, pooled: np.ndarray | None) -> SequenceDelta:
         seq, request = event.seq, event.seq.request
         delta = SequenceDelta(
             request.request_id, seq.index, finish_reason=event.finish_reason, stop_reason=event.stop_reason
         )
         if event.token is not None:
-            delta.token_ids = [event.token]
+            delta.token_ids = [event.token, *event.forced]
             if request.params.logprobs is not None and logprobs is not None:
                 delta.logprobs = [_unpack_logprobs(logprobs[event.row], event.token, request.params.logprobs)]
-            if len(seq.token_ids) == seq.prompt_len + 1:
+            if len(seq.token_ids) == seq.prompt_len + len(delta.token_ids):
                 self._add_first_facts(delta, seq)
+            if request.pooling is not None and pooled is not None:
+                hidden = self._sums.pop(request.request_id, pooled[event.row])
+                delta.token_ids, delta.embedding = [], hidden.astype("<f4").tobytes()
         if event.finish_reason == "error":
             why = self._broken or "the model gave logits that are not finite"
+            if not self._broken and seq.grammar is not None:
+                why = f"no token fits its grammar: {seq.grammar.problem or 'other options forbid those that do'}"
             delta.error = EngineError(why).info()
         elif event.finish_reason == "timeout":
             delta.error = DeadlineExceeded(f"the request took longer than its limit of {self._timeout_s} s").info()
@@ -202,6 +280,18 @@ class Engine:
         delta.cached_tokens = seq.cached
         delta.queue_s = max(self._first_launch_s[request.request_id] - request.arrival_s, 0.0)
         delta.prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None)
+
+    def _take_sums(self, plan: Plan, pooled: np.ndarray) -> None:
+        """Adds up the hidden states of a prompt's chunks, where their mean is wanted."""
+        first = len(plan.decode)
+        for region, at in ((plan.decode, 0), (plan.prefill, first)):
+            for i, seq in enumerate(region.seqs):
+                request = seq.request
+                if request.pooling == "mean" and seq.finish_reason is None:
+                    if region.starts[i] == 0:  # also of a preempted one
+                        self._sums.pop(request.request_id, None)
+                    before = self._sums.get(request.request_id, np.float32(0))
+                    self._sums[request.request_id] = before + pooled[at + i] / np.float32(seq.prompt_len)
 
     def _take_prompt_logprobs(self, plan: Plan, rows: np.ndarray) -> None:
         """Files the logprobs of a chunk's prompt tokens. Token 0 has none; those of token i stand in row i - 1."""

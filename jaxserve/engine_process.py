@@ -31,6 +31,7 @@ import zmq.asyncio
 from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.errors import ConfigError, EngineDead, ErrorInfo, JaxserveError
 from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta
+from jaxserve.tokenizer import Vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ STATS_PERIOD_S = 1.0
 
 class Hello(msgspec.Struct, tag=True):
     """A front end has connected."""
+
+
+class UseVocabulary(msgspec.Struct, tag=True):
+    """What grammars are compiled for: the engine has no tokenizer of its own."""
+
+    vocabulary: Vocabulary
 
 
 class Submit(msgspec.Struct, tag=True):
@@ -67,7 +74,7 @@ class StepDone(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToEngine = Hello | Submit | Cancel
+ToEngine = Hello | UseVocabulary | Submit | Cancel
 FromEngine = Ready | Failed | StepDone
 
 
@@ -99,6 +106,10 @@ class SocketClient:
             case Failed(error, is_config):
                 raise ConfigError(error.message, param=error.param) if is_config else EngineDead(error.message)
         self._reader = asyncio.create_task(self._read())
+
+    async def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Before the first request with a grammar: what grammars are compiled for."""
+        await self._socket.send(self._encode(UseVocabulary(vocabulary)))
 
     async def submit(self, request: Request) -> AsyncIterator[SequenceDelta]:
         """See EngineClient.submit."""
@@ -301,18 +312,22 @@ class EngineServer:
                 case Hello():
                     self._front_ends.append(front_end)
                     self._socket.send_multipart([front_end, self._encode(Ready(self._engine.info))])
+                case UseVocabulary(vocabulary):
+                    self._engine.use_vocabulary(vocabulary)
+                    self._engine.prepare_grammars()  # now, and not when others wait for their next token
                 case Submit(request):
                     self._owners[request.request_id] = front_end
-                    self._answers.append(self._submit(request))
+                    self._answers += self._submit(request)
                 case Cancel(request_id, index):
                     self._engine.cancel(request_id, index)
 
-    def _submit(self, request: Request) -> SequenceDelta:
+    def _submit(self, request: Request) -> list[SequenceDelta]:
+        """The engine's answer, if it has one already."""
         try:
-            self._engine.submit(request)
+            accepted = self._engine.submit(request)
         except JaxserveError as error:
-            return SequenceDelta(request.request_id, -1, finish_reason="error", error=error.info())
-        return SequenceDelta(request.request_id, -1)
+            return [SequenceDelta(request.request_id, -1, finish_reason="error", error=error.info())]
+        return [SequenceDelta(request.request_id, -1)] if accepted else []
 
     def _send(self, deltas: list[SequenceDelta]) -> None:
         by_owner: dict[bytes, list[SequenceDelta]] = {}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jaxserve import chat
+from jaxserve import chat, structured
 from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
 from jaxserve.request import (
@@ -27,7 +27,7 @@ from jaxserve.request import (
     TokenLogprobs,
     short,
 )
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.tokenizer import Tokenizer, Vocabulary
 
 DEFAULTS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MAX_STOP_CHARS = 4096  # of one stop string
@@ -54,6 +54,10 @@ class Frontend:
             ) from None
         if len(self.eos_ids) > 8:
             raise ConfigError(f"the model has {len(self.eos_ids)} end-of-sequence tokens; at most 8 are supported")
+
+    def vocabulary(self) -> Vocabulary:
+        """What the engine compiles grammars for."""
+        return Vocabulary(self.tokenizer.to_json(), self.eos_ids)
 
     def default_params(self) -> SamplingParams:
         """SamplingParams with the model's own defaults."""
@@ -94,8 +98,12 @@ class Frontend:
         arrival_s: float | None = None,
         prompt_field: str = "prompt",
         max_tokens_field: str | None = "max_tokens",
+        grammar: str | None = None,
+        structured_field: str = "structured_outputs",
     ) -> Request:
         """Tokenises, checks and resolves. Raises RequestError naming field, limit and value.
+
+        grammar: of llguidance, known to be good (structured.check_grammar); params.structured_outputs makes one, too.
 
         max_tokens_field: what the client called it; None if max_tokens is a default, which yields where room is short.
 
@@ -109,6 +117,10 @@ class Frontend:
             )
         params.check_vocab(vocab_size)
         self._check_stops(params)
+        if params.structured_outputs:
+            if grammar is not None:
+                raise RequestError("structured outputs and a forced tool call exclude each other", param="tool_choice")
+            grammar = structured.compile_grammar(params.structured_outputs, structured_field)
         bad_words_ids = [ids for word in params.bad_words or () for ids in self._bad_word_ids(word)]
         ids = self.prompt_ids(prompt, add_special_tokens=add_special_tokens, field=prompt_field)
         return Request(
@@ -119,6 +131,7 @@ class Frontend:
             stop_ids=self._stop_ids(params),
             bad_words_ids=bad_words_ids,
             seed=params.seed,
+            grammar=grammar,
             priority=priority,
             arrival_s=arrival_s,
             deadline_s=arrival_s + timeout_s if timeout_s else None,
@@ -244,7 +257,10 @@ class RequestText:
         self.tokenizer = tokenizer
         params = request.params
         stops = StopMatcher(params.stop) if params.stop else None
-        self.sequences = [SequenceText(i, tokenizer, params, stops, request.prompt_token_ids) for i in range(params.n)]
+        self.sequences = [
+            SequenceText(i, tokenizer, params, stops, request.prompt_token_ids, request.stop_ids)
+            for i in range(params.n)
+        ]
         self.cached_tokens = 0
         self.queue_s = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None

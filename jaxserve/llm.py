@@ -43,6 +43,7 @@ class LLM:
         tokenizer, defaults = checkpoint.load_tokenizer(config), checkpoint.sampling_defaults(config)
         self._engine = Engine(config, checkpoint)
         self._frontend = Frontend(tokenizer, self._engine.info, defaults)
+        self._engine.use_vocabulary(self._frontend.vocabulary())
         self._ids = itertools.count()
 
     def generate(
@@ -136,6 +137,8 @@ class LLM:
                 for delta in deltas:
                     builder = builders[delta.request_id]
                     was_finished = builder.output.finished
+                    if delta.error and delta.index < 0:  # a grammar that could not be compiled
+                        raise delta.error.exception()
                     if delta.error:
                         _end_with_error(builder.output, delta)
                     elif builder.push(delta).stopped:

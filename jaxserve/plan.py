@@ -4,6 +4,7 @@ tokens  [ d0 d1 d2 | p0 p0 p0 p0 | p1 p1 ]
           decode: rows of one token, which draw the next     prefill: rows that are chunks of known tokens
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,3 +69,4 @@ class Event(NamedTuple):
     finish_reason: str | None  # None: goes on; "stop", "length", "abort", "timeout", "error"
     stop_reason: int | None  # the stop id that ended it; None for EOS
     row: int  # of the committed plan, where logprobs are found; -1: it ended outside of commit
+    forced: Seq[int] = ()  # tokens after it that the grammar left no choice about

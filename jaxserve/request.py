@@ -21,6 +21,8 @@ MAX_LOGIT_BIAS = 1024  # entries of logit_bias, per request
 MAX_BAD_WORDS = 128  # strings in bad_words
 MAX_BAD_WORD_TOKENS = 16  # tokens of one bad word
 MAX_STOP_STRINGS = 4
+MAX_CHOICES = 10_000  # of structured_outputs.choice
+STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 
 
@@ -33,6 +35,49 @@ def knob(default: Any, doc: str, **limits: Any) -> Any:
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must be: exactly one of the first six. Names and meanings are those of vLLM's class.
+
+    Raises RequestError. Whether schema, regex or grammar are good is told when a request is made (structured.py).
+    """
+
+    json: str | dict | None = knob(None, "a value of this JSON schema")
+    regex: str | None = knob(None, "a text that this regular expression (Rust's syntax) matches as a whole")
+    choice: list[str] | None = knob(None, "one of these texts")
+    grammar: str | None = knob(None, "a text of this grammar: Lark, or EBNF in llama.cpp's form (GBNF)")
+    json_object: bool | None = knob(None, "true: any JSON object")
+    structural_tag: str | dict | None = knob(None, "free text, in which what follows a trigger has a schema")
+    disable_any_whitespace: bool = knob(False, "no white space between the tokens of JSON")
+    disable_additional_properties: bool = knob(False, "objects have only the properties that the schema names")
+    whitespace_pattern: str | None = knob(None, "regular expression of what may stand between the tokens of JSON")
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            check_limits(f"structured_outputs.{f.name}", getattr(self, f.name), f.type, f.metadata)
+        given = self.kinds()
+        if len(given) != 1:
+            one_of, got = ", ".join(STRUCTURED_KINDS), " and ".join(given) or "none of them"
+            raise RequestError(
+                f"structured_outputs takes exactly one of {one_of}; got {got}", param="structured_outputs"
+            )
+        if self.json_object is False:
+            raise RequestError("structured_outputs.json_object may only be true", param="structured_outputs")
+        if self.choice is not None:
+            place, size = "structured_outputs.choice", len(self.choice)
+            if not 0 < size <= MAX_CHOICES:
+                raise RequestError(f"{place} takes 1 to {MAX_CHOICES} texts, got {size}", param=place)
+            if not all(self.choice):
+                raise RequestError(f"{place} may not contain an empty string", param=place)
+        if self.whitespace_pattern is not None and self.disable_any_whitespace:
+            message = "structured_outputs takes whitespace_pattern or disable_any_whitespace, not both"
+            raise RequestError(message, param="structured_outputs")
+
+    def kinds(self) -> list[str]:
+        """Those of the first six that are given."""
+        return [name for name in STRUCTURED_KINDS if getattr(self, name) is not None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,6 +109,7 @@ class SamplingParams:
     prompt_logprobs: int | None = knob(None, "candidates per prompt token", ge=0, le=MAX_LOGPROBS)
     detokenize: bool = knob(True, "produce text, not only token ids", http=False)
     skip_special_tokens: bool = knob(True, "leave special tokens out of the text")
+    structured_outputs: StructuredOutputsParams | None = knob(None, "what the output must be", http=False)
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -137,7 +183,7 @@ def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
         (bool in types and isinstance(value, bool))
         or (float in types and is_number)
         or (int in types and isinstance(value, int) and not isinstance(value, bool))
-        or any(t in (str, list, dict) and isinstance(value, t) for t in types)
+        or any(t not in (bool, int, float) and isinstance(value, t) for t in types)
     )
     if not fits:
         wanted = " or ".join(t.__name__ for t in types if t is not type(None))
@@ -195,6 +241,8 @@ class Request:
     stop_ids: list[int] = field(default_factory=list)  # EOS ids (unless ignore_eos) and stop_token_ids
     bad_words_ids: list[list[int]] = field(default_factory=list)
     seed: int | None = None  # None: drawn by the engine
+    grammar: str | None = None  # of llguidance: what the output must match
+    pooling: str | None = None  # "last" or "mean": the prompt's hidden states are wanted, and no tokens
     priority: int = 0  # lower first, under --scheduling-policy priority
     arrival_s: float = 0.0  # time.monotonic()
     deadline_s: float | None = None  # time.monotonic() after which it ends with finish_reason "timeout"
@@ -229,6 +277,7 @@ class SequenceDelta:
     stop_reason: int | None = None
     cached_tokens: int = 0
     queue_s: float = 0.0  # time spent waiting before the first launch
+    embedding: bytes | None = None  # float32, little endian: the pooled hidden states of a request with `pooling`
     error: ErrorInfo | None = None
 
 

@@ -4,6 +4,7 @@ launch(plan) ── packs one int32 buffer, calls the bucket's executable; retur
 collect(launched) ── waits for the drawn ids (and logprobs, if a row wants them)
 """
 
+import enum
 import functools
 import logging
 import operator
@@ -12,7 +13,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,19 @@ from jaxserve.paging.kv_cache import GiB, PoolSize, size_pool
 from jaxserve.pallas_kernels.ops import Backend
 from jaxserve.pallas_kernels.reference import KVPages
 from jaxserve.plan import Plan
-from jaxserve.request import knob_names
-from jaxserve.sampling import EDITS, LOGPROBS, empty_extras, pack_extras, request_flags, set_slot
+from jaxserve.sampling_inputs import (
+    GRAMMAR,
+    LOGPROBS,
+    POOLED,
+    SLOT_EDITS,
+    empty_extras,
+    pack_extras,
+    request_flags,
+    set_slot,
+)
 from jaxserve.shapes import Bucket, ceil_div, choose_bucket
-from jaxserve.state import DeviceState, PackedLayout, StepOutput
-from jaxserve.step import build_step
+from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, PackedLayout, row_columns
+from jaxserve.step import build_draw, build_forward, build_plain
 
 log = logging.getLogger(__name__)
 
@@ -44,19 +53,39 @@ HEADROOM_BYTES = GiB // 2  # for the runtime: autotuning, graphs, fragments
 COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
 
 
-@dataclass(slots=True)
-class Step:
-    """A compiled step and the buffers of its input and its results, which stay at their addresses.
+class Kind(enum.Enum):
+    """The programs that steps are made of; see step.py. PLAIN and FORWARD exist per bucket, DRAW per number of rows."""
 
-    On a GPU a step is one CUDA graph. If an address differs from the last run's, temporary memory included, XLA updates
-    every node before it launches the graph. That took 1 ms of the host's time for Qwen-1.5B at batch 1 and 3 ms at 256
-    (jax 0.11.2, H200). So there are two of each step, which take turns: one runs while the next is launched.
+    PLAIN = "plain"
+    FORWARD = "forward"
+    DRAW = "draw"
+
+
+Key = tuple[Kind, Bucket | int]
+
+
+@dataclass(slots=True)
+class Program:
+    """A compiled program and the buffers of its input and its results, which stay at their addresses.
+
+    On a GPU a program is one CUDA graph. If an address differs from the last run's, temporary memory included, XLA
+    updates every node before it launches the graph. That took 1 ms of the host's time for Qwen-1.5B at batch 1 and 3 ms
+    at 256 (jax 0.11.2, H200). So there are two of each, which take turns: one runs while the next is launched.
     """
 
     run: Any
-    put: Any  # copies what the host sends into `packed`
-    packed: jax.Array
-    output: StepOutput
+    put: Any  # copies what the host sends into `sent`
+    sent: jax.Array
+    results: Any
+
+
+class Signature(NamedTuple):
+    """Shapes of a program's arguments. It returns what it updates and its results, into the same memory."""
+
+    weights: tuple[Any, ...]
+    updated: tuple[Any, ...]
+    results: tuple[Any, ...]
+    rest: tuple[Any, ...]  # the last one comes from the host
 
 
 @dataclass(slots=True)
@@ -65,7 +94,14 @@ class Launched:
 
     plan: Plan
     bucket: Bucket
-    output: StepOutput
+    asked: int  # flags of all rows
+    forward: Forward | None  # None: a plain step
+    drawn: Drawn | None = None  # None: draw() is still to be called
+
+    @property
+    def scored(self) -> bool:
+        """Whether some row wants its prompt's logprobs."""
+        return any(seq.score_prompt for seq in self.plan.prefill.seqs)
 
 
 @dataclass(slots=True)
@@ -75,6 +111,7 @@ class Collected:
     tokens: np.ndarray  # i32[rows]
     logprobs: np.ndarray | None  # i32[rows, C]: logprob, rank, top ids, top logprobs; floats as their bits
     prompt_logprobs: np.ndarray | None  # i32[tokens of the prefill region, C]
+    pooled: np.ndarray | None  # f32[rows, D]
 
 
 class Runner:
@@ -88,10 +125,9 @@ class Runner:
         self._weights = jax.tree.leaves(loaded.params)
         self._dtype = self._weights[0].dtype
         self._buckets, self._num_slots = buckets, max_num_seqs + 1  # the last one is the trash slot
-        knobs = {name: kind for kind in ("f32", "i32") for name in knob_names(kind)}
-        self._layouts = {b: PackedLayout(b, tuple(knobs), page_size) for b in buckets}
-        self._packer = Packer(self._layouts, max_num_seqs, knobs)
-        self._steps: dict[tuple[Bucket, bool], list[Step]] = {}  # the last one that ran comes first
+        self._layouts = {b: PackedLayout(b, page_size) for b in buckets}
+        self._packer = Packer(self._layouts, max_num_seqs)
+        self._programs: dict[Key, list[Program]] = {}  # the last one that ran comes first
         self._compiles = _CompileCounter()
         self._flags = [0] * self._num_slots
         self._page_size = page_size
@@ -138,12 +174,17 @@ class Runner:
         return share - weights - step - HEADROOM_BYTES
 
     def _profile_step_bytes(self) -> int:
-        """Bytes that the slots and the largest step need: read off its compiled program."""
+        """Bytes that the slots and the largest step need: read off its compiled programs."""
         bucket = max(self._buckets, key=lambda b: b.tokens)
-        memory = self._lower(bucket, True, PROFILE_PAGES, self._model.max_model_len).compile().memory_analysis()
+        sizes = PROFILE_PAGES, self._model.max_model_len
         state = jax.eval_shape(lambda: self._new_state(self._model.max_model_len))
-        slots = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
-        return slots + memory.temp_size_in_bytes + max(memory.output_size_in_bytes - memory.alias_size_in_bytes, 0)
+        size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
+        for key in ((Kind.FORWARD, bucket), (Kind.DRAW, bucket.rows)):
+            memory = self._lower(key, *sizes).compile().memory_analysis()
+            size += memory.temp_size_in_bytes + memory.output_size_in_bytes
+            if key[0] is Kind.FORWARD:  # its KV pages are counted on their own, the rest is in `state`
+                size -= memory.alias_size_in_bytes
+        return size
 
     def _new_kv(self, num_pages: int) -> list[KVPages]:
         shape = (num_pages, self._model.num_kv_heads, self._page_size, self._model.head_dim)
@@ -161,62 +202,106 @@ class Runner:
     # ------------------------------------------------------------------------------------------------ compile
 
     def warm_up(self) -> None:
-        """Compiles every bucket and variant: lowered in a fixed order (stable cache keys), compiled side by side."""
+        """Compiles every program: lowered in a fixed order (stable cache keys), compiled side by side."""
         started = time.monotonic()
-        variants = [(b, f) for b in self._buckets for f in self._variants()]
+        kinds = (Kind.FORWARD,) if self._only_forward else (Kind.PLAIN, Kind.FORWARD)
+        keys: list[Key] = [(kind, b) for b in self._buckets for kind in kinds]
+        keys += [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self._buckets})]
         threading.stack_size(COMPILE_STACK_BYTES)
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            futures = [(v, pool.submit(self._compile, *v, self._lower(*v, *self._sizes))) for v in variants]
+            futures = [(key, pool.submit(self._compile, key, self._lower(key, *self._sizes))) for key in keys]
             threading.stack_size(0)
-            for variant, future in tqdm(futures, desc="compiling steps", unit="step"):
-                self._steps[variant] = future.result()
-        log.info("compiled %d steps in %.1f s", len(variants), time.monotonic() - started)
+            for key, future in tqdm(futures, desc="compiling steps", unit="program"):
+                self._programs[key] = future.result()
+        log.info(
+            "compiled %d programs of %d steps in %.1f s", len(keys), len(self._buckets), time.monotonic() - started
+        )
 
-    def _variants(self) -> tuple[bool, ...]:
-        # On a CPU a stage that no row needs costs nothing (lax.cond), so that one variant serves all rows.
-        return (True,) if self._backend.platform == "cpu" else (False, True)
+    @property
+    def _only_forward(self) -> bool:
+        """On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step."""
+        return self._backend.platform == "cpu"
 
-    def _lower(self, bucket: Bucket, features: bool, num_pages: int, max_model_len: int) -> Any:
-        """The step of a bucket as a function of flat arrays: weights; KV, state, results (donated); packed."""
-        layout = self._layouts[bucket]
-        step = build_step(self._loaded.graphdef, layout, self._backend, features=features)
+    def _lower(self, key: Key, num_pages: int, max_model_len: int) -> Any:
+        """A program as a function of flat arrays, in this order: weights; what it updates and its results (both
+        donated, both returned); the rest.
+        """
+        kind, size = key
+        graphdef, backend = self._loaded.graphdef, self._backend
+        if isinstance(size, int):
+            function = build_draw()
+        else:
+            build = build_plain if kind is Kind.PLAIN else build_forward
+            function = build(graphdef, self._layouts[size], backend)
+        parts = self._signature(key, num_pages, max_model_len)
+        shapes, tree = jax.tree.flatten(parts)
+        shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes]
 
         def flat(*leaves: jax.Array) -> list[jax.Array]:
-            params, kv, state, _, packed = jax.tree.unflatten(tree, leaves)
-            return jax.tree.leaves(step(params, kv, state, packed))
+            weights, updated, _, rest = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(function(*weights, *updated, *rest))
 
-        donated = jax.eval_shape(
-            lambda: (self._new_kv(num_pages), self._new_state(max_model_len), layout.new_output(features))
-        )
-        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
-        shapes, tree = jax.tree.flatten((self._loaded.params, *donated, packed))
-        shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes]
         # On a CPU results are not donated: numpy looks into that very memory, where elsewhere it gets a copy.
-        first = len(self._weights)
-        count = len(jax.tree.leaves(donated if self._backend.platform != "cpu" else donated[:2]))
+        begin = len(jax.tree.leaves(parts.weights))
+        donated = (parts.updated, parts.results) if self._backend.platform != "cpu" else parts.updated
+        what = self._layouts[size] if isinstance(size, Bucket) else size
         return step_cache.lower(
             flat,
             shapes,
-            donated=range(first, first + count),
-            name=f"{self._model} {layout} {self._backend.name} {features=}",
+            donated=range(begin, begin + len(jax.tree.leaves(donated))),
+            name=f"{self._model} {kind} {what} {backend.name}",
         )
 
-    def _compile(self, bucket: Bucket, features: bool, lowered: Any) -> list[Step]:
-        layout = self._layouts[bucket]
-        fresh = jax.jit(lambda: (jnp.zeros(layout.size, jnp.int32), layout.new_output(features)))
-        put = _compiled(lambda _, new: jnp.copy(new), np.zeros(layout.size, np.int32), np.zeros(layout.size, np.int32))
+    def _signature(self, key: Key, num_pages: int, max_model_len: int) -> "Signature":
+        kind, size = key
+        model, i32, f32 = self._model, jnp.int32, jnp.float32
+        state = jax.eval_shape(lambda: self._new_state(max_model_len))
+        num_rows = size if isinstance(size, int) else size.rows
+
+        def array(*shape: int, dtype: Any = i32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        logits, columns = array(num_rows, model.vocab_size, dtype=f32), array(len(row_columns()), num_rows)
+        tokens = array(num_rows)
+        if isinstance(size, int):
+            masks, drawn = (
+                array(num_rows, ceil_div(model.vocab_size, 32)),
+                Drawn(tokens, array(num_rows, LOGPROB_COLUMNS)),
+            )
+            return Signature((), (state.last_token, state.extras), (drawn,), (logits, columns, masks))
+        weights, packed = (self._loaded.params,), array(self._layouts[size].size)
+        kv = jax.eval_shape(lambda: self._new_kv(num_pages))
+        if kind is Kind.PLAIN:
+            return Signature(weights, (kv, state.page_table, state.last_token), (tokens,), (packed,))
+        scored = array(size.prefill_tokens, LOGPROB_COLUMNS) if size.prefill_tokens else None
+        results = (Forward(logits, columns, array(num_rows, model.hidden_size, dtype=f32), scored),)
+        return Signature(weights, (kv, state.page_table), results, (state.last_token, packed))
+
+    def _compile(self, key: Key, lowered: Any) -> list[Program]:
+        signature = self._signature(key, *self._sizes)
+        sent = np.zeros(signature.rest[-1].shape, np.int32)
+        fresh = jax.jit(
+            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (signature.rest[-1], signature.results))
+        )
+        put = _compiled(lambda _, new: jnp.copy(new), sent, sent)
         run = lowered.compile()
         # The second is read from the compile cache. Where no graph remembers addresses, one program does.
         other = lowered.compile() if self._backend.platform == "gpu" else run
-        return [Step(r, put, *fresh()) for r in (run, other)]
+        return [Program(r, put, *fresh()) for r in (run, other)]
 
-    def _step(self, bucket: Bucket, features: bool) -> Step:
-        """The step whose turn it is; compiled now only under --enforce-eager."""
-        variant = (bucket, features or len(self._variants()) == 1)
-        if variant not in self._steps:
-            self._steps[variant] = self._compile(*variant, self._lower(*variant, *self._sizes))
-        self._steps[variant].reverse()
-        return self._steps[variant][0]
+    def _program(self, kind: Kind, size: Bucket | int) -> Program:
+        """The program whose turn it is; compiled now only under --enforce-eager."""
+        key = (kind, size)
+        if key not in self._programs:
+            self._programs[key] = self._compile(key, self._lower(key, *self._sizes))
+        self._programs[key].reverse()
+        return self._programs[key][0]
+
+    def _run(self, program: Program, weights: list[jax.Array], updated: Any, *rest: Any) -> tuple[Any, Any]:
+        """Starts a program. Returns what it updated, and its results."""
+        mine, tree = jax.tree.flatten((updated, program.results))
+        updated, program.results = jax.tree.unflatten(tree, program.run(*weights, *mine, *rest))
+        return updated, program.results
 
     def count_compiles(self) -> None:
         """From here on a compile counts as a fault, in `compiles_after_warmup`."""
@@ -229,7 +314,10 @@ class Runner:
     # --------------------------------------------------------------------------------------------------- steps
 
     def launch(self, plan: Plan) -> Launched:
-        """Starts a step and returns at once. Collect its results before the launch after the next."""
+        """Starts a step and returns at once. Collect its results before the launch after the next.
+
+        If a row has a grammar, only the forward pass is started: draw() does the rest.
+        """
         with self._compiles:
             self._set_up_slots(plan)
             if plan.copies:
@@ -239,40 +327,82 @@ class Runner:
             if len(plan.page_writes) > room:  # long cached prompts were admitted
                 self._write_page_table(plan.page_writes[room:])
                 plan.page_writes = plan.page_writes[:room]
-            asked = functools.reduce(
-                operator.or_, (self._flags[slot] for slot in plan.decode.slots + plan.prefill.slots)
-            )
-            scored = any(seq.score_prompt for seq in plan.prefill.seqs)
-            step = self._step(bucket, bool(asked) or scored)
-            step.packed = step.put(step.packed, self._packer.pack(plan, bucket))
-            mine, tree = jax.tree.flatten((self._kv, self._state, step.output))
-            results = step.run(*self._weights, *mine, step.packed)
-            self._kv, self._state, step.output = jax.tree.unflatten(tree, results)
-            output = step.output
-            # Only what some row asked for is copied to the host.
-            wanted = StepOutput(
-                output.tokens, output.logprobs if asked & LOGPROBS else None, output.prompt_logprobs if scored else None
-            )
-            for array in wanted:
-                if array is not None:
-                    array.copy_to_host_async()
-        return Launched(plan, bucket, StepOutput(*wanted))
+            slots = plan.decode.slots + plan.prefill.slots
+            asked = functools.reduce(operator.or_, (self._flags[slot] for slot in slots))
+            launched = Launched(plan, bucket, asked, None)
+            packed = self._packer.pack(plan, bucket)
+            if not (asked or launched.scored or self._only_forward):
+                self._launch_plain(launched, packed)
+                return launched
+            program, state = self._program(Kind.FORWARD, bucket), self._state
+            program.sent = program.put(program.sent, packed)
+            updated = (self._kv, state.page_table)
+            updated, results = self._run(program, self._weights, updated, state.last_token, program.sent)
+            self._kv, self._state = updated[0], state._replace(page_table=updated[1])
+            (forward,) = results
+        launched.forward = forward
+        if asked & POOLED:
+            forward.pooled.copy_to_host_async()
+        if launched.scored:
+            forward.prompt_logprobs.copy_to_host_async()
+        if not asked & GRAMMAR:
+            self.draw(launched)
+        return launched
+
+    def _launch_plain(self, launched: Launched, packed: np.ndarray) -> None:
+        program, state = self._program(Kind.PLAIN, launched.bucket), self._state
+        program.sent = program.put(program.sent, packed)
+        updated = (self._kv, state.page_table, state.last_token)
+        (self._kv, *updated), (tokens,) = self._run(program, self._weights, updated, program.sent)
+        self._state = state._replace(page_table=updated[0], last_token=updated[1])
+        tokens.copy_to_host_async()
+        launched.drawn = Drawn(tokens, None)
+
+    def draw(self, launched: Launched, masks: dict[int, np.ndarray] | None = None) -> None:
+        """Draws the tokens of a step that launch() has left at the forward pass.
+
+        masks: row of the plan -> i32[V/32], bit i % 32 of word i // 32: id i may follow.
+        """
+        forward, bucket = launched.forward, launched.bucket
+        assert forward is not None
+        with self._compiles:
+            program, state = self._program(Kind.DRAW, bucket.rows), self._state
+            if masks:
+                sent = np.full(program.sent.shape, -1, np.int32)
+                for row, mask in masks.items():
+                    sent[self._device_row(launched, row)] = mask
+                program.sent = program.put(program.sent, sent)
+            updated = (state.last_token, state.extras)
+            updated, results = self._run(program, [], updated, forward.logits, forward.rows, program.sent)
+            self._state = state._replace(last_token=updated[0], extras=updated[1])
+            (drawn,) = results
+        launched.drawn = Drawn(drawn.tokens, drawn.logprobs if launched.asked & LOGPROBS else None)
+        for array in launched.drawn:  # only what some row asked for
+            if array is not None:
+                array.copy_to_host_async()
+
+    @staticmethod
+    def _device_row(launched: Launched, row: int) -> int:
+        num_decode = len(launched.plan.decode)
+        return row if row < num_decode else launched.bucket.decode_rows + row - num_decode
 
     def collect(self, launched: Launched) -> Collected:
         """Waits for a step's results."""
-        plan, bucket, output = launched.plan, launched.bucket, launched.output
+        plan, bucket, drawn, forward = launched.plan, launched.bucket, launched.drawn, launched.forward
+        assert drawn is not None, "draw() was called"
         at = np.r_[0 : len(plan.decode), bucket.decode_rows : bucket.decode_rows + len(plan.prefill)]
         return Collected(
-            np.asarray(output.tokens)[at],
-            None if output.logprobs is None else np.asarray(output.logprobs)[at],
-            None if output.prompt_logprobs is None else np.asarray(output.prompt_logprobs),
+            np.asarray(drawn.tokens)[at],
+            None if drawn.logprobs is None else np.asarray(drawn.logprobs)[at],
+            np.asarray(forward.prompt_logprobs) if forward and launched.scored else None,
+            np.asarray(forward.pooled)[at] if forward and launched.asked & POOLED else None,
         )
 
     def _set_up_slots(self, plan: Plan) -> None:
         for seq in plan.admitted:
             flags = self._flags[seq.slot] = request_flags(seq.request)
             self._packer.admit(seq, flags)
-            if flags & EDITS:
+            if flags & SLOT_EDITS:
                 row = pack_extras(seq.request, self._model.vocab_size, self.pool.max_model_len, seq.token_ids)
                 self._state = self._state._replace(extras=self._set_slot(self._state.extras, np.int32(seq.slot), row))
 

@@ -1,7 +1,7 @@
 """Logits to token, on the device: one small pure function per knob, on [S, V].
 
-Order (that of vLLM's sampler): allowed ids, bad words, min_tokens, logit_bias, penalties, then greedy argmax, or
-temperature, min_p, top_k, top_p, draw. Returned logprobs and ranks come from the raw logits, before any of this.
+Order (that of vLLM's sampler): grammar, allowed ids, bad words, min_tokens, logit_bias, penalties, then greedy argmax,
+or temperature, min_p, top_k, top_p, draw. Returned logprobs and ranks come from the raw logits, before any of this.
 
 Draw. Gumbel-max: token = argmax(logit / temperature + noise), where the noise is a hash of (seed, sample index,
 position, column) and of nothing else: not of the batch, the row's place in it, or the path taken below.
@@ -43,6 +43,7 @@ from jaxserve.sampling_inputs import (
     BIAS,
     EDITS,
     FILTER,
+    GRAMMAR,
     LOGPROBS,
     MIN_TOKENS,
     PENALTIES,
@@ -73,16 +74,18 @@ class Sampled(NamedTuple):
 
 
 def sample(
-    logits: Float32[Array, "S V"], rows: SamplingRows, extras: SlotExtras, slots: Int32[Array, " S"], *, features: bool
-) -> Sampled:
-    """Draws one token per row.
+    logits: Float32[Array, "S V"], rows: SamplingRows, extras: SlotExtras | None, slots: Int32[Array, " S"],
+    masks: Int32[Array, "S W"] | None = None, *, features: bool,
+) -> Sampled:  # fmt: skip
+    """Draws one token per row. `masks`: of rows with a grammar, one bit per id (see mask_by_grammar).
 
-    features=False serves rows with `flags == 0` only (greedy or temperature), holds no code for anything else, and
-    leaves the logprobs at zero.
+    features=False serves rows with `flags == 0` only (greedy or temperature), holds no code for anything else, needs no
+    extras, and leaves the logprobs at zero.
     """
     x = logits = logits.astype(jnp.float32)
     if features:
-        x = lax.cond(_any(rows, EDITS), lambda: edit_logits(logits, rows, extras, slots), lambda: logits)
+        assert extras is not None
+        x = lax.cond(_any(rows, EDITS), lambda: edit_logits(logits, rows, extras, slots, masks), lambda: logits)
         token = draw(x, rows)
     else:
         token = draw_plain(x, rows)
@@ -112,9 +115,12 @@ def _greedy(rows: SamplingRows) -> Bool[Array, " S"]:
 
 
 def edit_logits(
-    logits: Float32[Array, "S V"], rows: SamplingRows, extras: SlotExtras, slots: Int32[Array, " S"]
-) -> Float32[Array, "S V"]:
+    logits: Float32[Array, "S V"], rows: SamplingRows, extras: SlotExtras, slots: Int32[Array, " S"],
+    masks: Int32[Array, "S W"] | None = None,
+) -> Float32[Array, "S V"]:  # fmt: skip
     """Masks, bias and penalties, in the documented order, each only if a row asks for it."""
+    if masks is not None:
+        logits = lax.cond(_any(rows, GRAMMAR), lambda x: mask_by_grammar(x, rows, masks), lambda x: x, logits)
     for flag, edit in (
         (ALLOWED, mask_not_allowed),
         (BAD_WORDS, mask_bad_words),
@@ -126,12 +132,20 @@ def edit_logits(
     return logits
 
 
+def mask_by_grammar(x: Float32[Array, "S V"], rows: SamplingRows, masks: Int32[Array, "S W"]) -> Array:
+    """Leaves only the ids with which the output can still match the row's grammar."""
+    return jnp.where(_bits(masks, x) | ~_asks(rows, GRAMMAR)[:, None], x, -jnp.inf)
+
+
+def _bits(words: Int32[Array, "S W"] | UInt32[Array, "S W"], x: Float32[Array, "S V"]) -> Bool[Array, "S V"]:
+    """Bit i % 32 of word i // 32, for each column i of x."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=words.dtype)) & 1
+    return bits.reshape(x.shape[0], -1)[:, : x.shape[1]] != 0
+
+
 def mask_not_allowed(x: Float32[Array, "S V"], rows: SamplingRows, extras: SlotExtras, slots: Array) -> Array:
     """Leaves only allowed_token_ids."""
-    words = extras.allowed_mask[slots]
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    allowed = bits.reshape(x.shape[0], -1)[:, : x.shape[1]] != 0
-    return jnp.where(allowed | ~_asks(rows, ALLOWED)[:, None], x, -jnp.inf)
+    return jnp.where(_bits(extras.allowed_mask[slots], x) | ~_asks(rows, ALLOWED)[:, None], x, -jnp.inf)
 
 
 def mask_bad_words(x: Float32[Array, "S V"], rows: SamplingRows, extras: SlotExtras, slots: Array) -> Array:

@@ -16,8 +16,9 @@ from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS,
 from jaxserve.shapes import ceil_div
 
 # Bits of SamplingRows.flags: what a row asks for. A stage that no row asks for is skipped.
-PENALTIES, ALLOWED, BIAS, BAD_WORDS, MIN_TOKENS, FILTER, LOGPROBS = (1 << i for i in range(7))
-EDITS = PENALTIES | ALLOWED | BIAS | BAD_WORDS | MIN_TOKENS  # those that change logits
+PENALTIES, ALLOWED, BIAS, BAD_WORDS, MIN_TOKENS, FILTER, LOGPROBS, GRAMMAR, POOLED, MEAN = (1 << i for i in range(10))
+SLOT_EDITS = PENALTIES | ALLOWED | BIAS | BAD_WORDS | MIN_TOKENS  # those that change logits by what their slot holds
+EDITS = SLOT_EDITS | GRAMMAR  # those that change logits
 
 
 class SamplingRows(NamedTuple):
@@ -65,6 +66,9 @@ def request_flags(request: Request) -> int:
         MIN_TOKENS: p.min_tokens > 0 and bool(request.stop_ids),
         FILTER: not p.greedy and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0),
         LOGPROBS: p.logprobs is not None,
+        GRAMMAR: request.grammar is not None,
+        POOLED: request.pooling is not None,
+        MEAN: request.pooling == "mean",
     }
     return sum(flag for flag, asked in wanted.items() if asked)
 

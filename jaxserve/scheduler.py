@@ -14,6 +14,7 @@ from collections import deque
 import numpy as np
 
 from jaxserve.errors import QueueFull, RequestError
+from jaxserve.grammar import JUMP_FROM, GrammarState
 from jaxserve.paging.page_pool import PagePool
 from jaxserve.paging.page_table import PageTableWrites
 from jaxserve.paging.prefix_cache import PrefixCache, extend_hashes
@@ -78,8 +79,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------ requests in and out
 
-    def add(self, request: Request) -> list[Sequence]:
-        """Accepts a request: its n sequences wait. Raises QueueFull, or RequestError if it can never be served."""
+    def add(self, request: Request, grammar: GrammarState | None = None) -> list[Sequence]:
+        """Accepts a request: its n sequences wait, each with a copy of `grammar`.
+
+        Raises QueueFull, or RequestError if it can never be served.
+        """
         if request.request_id in self.requests:
             raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
         check_servable(request, self.max_model_len, self.pool.capacity * self.page_size)
@@ -89,7 +93,7 @@ class Scheduler:
                 f"the waiting queue is full: {self._unstarted} requests wait (max_queue_len {self.max_queue_len})"
             )
         self._serial += 1
-        seqs = make_sequences(request, self._serial, self.policy, self.max_model_len)
+        seqs = make_sequences(request, self._serial, self.policy, self.max_model_len, grammar)
         self.requests[request.request_id] = seqs
         self._alive += len(seqs)
         self._unstarted += 1
@@ -351,7 +355,7 @@ class Scheduler:
             # All but the last prompt token, which is computed again to draw from. Its page will be written: copy it.
             shared, beyond = divmod(seq.prompt_len - 1, self.page_size)
             return first.pages[:shared], seq.prompt_len - 1, first.pages[shared] if beyond else None
-        if self.cache is None or seq.score_prompt:
+        if self.cache is None or seq.needs_whole_prompt:
             return [], 0, None
         extend_hashes(seq.hashes, seq.token_ids, self.page_size)
         pages = self.cache.lookup(seq.hashes, (len(seq.token_ids) - 1) // self.page_size)
@@ -359,7 +363,7 @@ class Scheduler:
 
     def _is_being_computed(self, seq: Sequence, page: int, plan: Plan) -> bool:
         """Whether a sequence with a chunk in this step fills the next page that `seq` needs: soon it can be shared."""
-        if self.cache is None or seq.score_prompt or (page + 1) * self.page_size >= len(seq.token_ids):
+        if self.cache is None or seq.needs_whole_prompt or (page + 1) * self.page_size >= len(seq.token_ids):
             return False
         wanted = seq.hashes[page : page + 1]
         return any(other.hashes[page : page + 1] == wanted for other in plan.prefill.seqs)
@@ -387,7 +391,7 @@ class Scheduler:
         if seq.index == 0:
             self._unstarted -= 1
             self._counts.prompt_tokens += seq.prompt_len
-            if self.cache is not None and not seq.score_prompt:
+            if self.cache is not None and not seq.needs_whole_prompt:
                 self._counts.prefix_cache_query_tokens += seq.prompt_len
                 self._counts.prefix_cache_hit_tokens += seq.cached
 
@@ -406,7 +410,9 @@ class Scheduler:
         self.in_flight.popleft()
         decode, prefill = plan.decode, plan.prefill
         events = [
-            self._accept(seq, ids[row], row) for row, seq in enumerate(decode.seqs) if seq.status is not Status.FINISHED
+            self._accept(seq, ids[row], row)
+            for row, seq in enumerate(decode.seqs)
+            if seq.status is not Status.FINISHED and decode.samples[row]
         ]
         for i, seq in enumerate(prefill.seqs):
             if seq.status is Status.FINISHED:
@@ -429,17 +435,44 @@ class Scheduler:
                 seq.registered = UNREGISTERABLE
             self._finish(seq, "error")
             return Event(seq, None, "error", None, row)
+        forced = []
+        if self._append(seq, token) and seq.grammar is not None:
+            forced = self._jump(seq, seq.grammar)
+        return Event(seq, token, seq.finish_reason, seq.stop_reason, row, forced)
+
+    def _append(self, seq: Sequence, token: int) -> bool:
+        """Whether the sequence goes on after this token."""
         self._counts.generation_tokens += 1
         seq.token_ids.append(token)
         num_tokens = len(seq.token_ids)
         if token in seq.stop_ids and num_tokens - seq.prompt_len > seq.request.params.min_tokens:
             by_id = token in (seq.request.params.stop_token_ids or ())
             self._finish(seq, "stop", token if by_id else None)
+        elif seq.grammar is not None and not seq.grammar.accept(token):
+            self._finish(seq, "error")
+        elif seq.grammar is not None and seq.grammar.complete:
+            self._finish(seq, "stop")
         elif num_tokens >= seq.limit:
             self._finish(seq, "length")
-        else:
-            return Event(seq, token, None, None, row)
-        return Event(seq, token, seq.finish_reason, seq.stop_reason, row)
+        return seq.status is not Status.FINISHED
+
+    def _jump(self, seq: Sequence, grammar: GrammarState) -> list[int]:
+        """Appends the tokens that must follow, if they are many. They are then computed like a piece of a prompt."""
+        forced = grammar.forced() if seq.may_jump else []
+        if len(forced) < JUMP_FROM:
+            return []
+        taken = []
+        for token in forced:
+            taken.append(token)
+            if not self._append(seq, token):
+                return taken
+        # The first of them is what the row in flight is about to draw: let it draw for nothing.
+        for plan in self.in_flight:
+            for rows in (plan.decode, plan.prefill):
+                if seq in rows.seqs and rows.samples[row := rows.seqs.index(seq)]:
+                    rows.samples[row] = False
+                    seq.pending -= 1
+        return taken
 
     def _end(self, seq: Sequence, reason: str) -> None:
         """Ends a sequence outside of commit()."""

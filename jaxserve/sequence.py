@@ -11,6 +11,7 @@ import enum
 from dataclasses import dataclass, field
 
 from jaxserve.errors import RequestError
+from jaxserve.grammar import GrammarState
 from jaxserve.request import Request
 
 
@@ -38,6 +39,7 @@ class Sequence:
     prompt_len: int
     limit: int  # num_tokens at which it ends with "length"
     stop_ids: frozenset[int]
+    grammar: GrammarState | None = None  # after token_ids; what is pending is not in it yet
     status: Status = Status.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)
@@ -60,6 +62,20 @@ class Sequence:
         return len(self.token_ids) + self.pending
 
     @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether each token of the prompt is to be computed, also those that the prefix cache has."""
+        return self.score_prompt or self.request.pooling == "mean"
+
+    @property
+    def may_jump(self) -> bool:
+        """Whether tokens that the grammar forces may be appended at once: not where each token's step has a result, or
+        leaves a trace on the device, that is asked for.
+        """
+        p = self.request.params
+        counted = p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1
+        return not (counted or p.bad_words or p.logprobs is not None)
+
+    @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.prompt_len :]
 
@@ -79,7 +95,9 @@ def check_servable(request: Request, max_model_len: int, pool_tokens: int) -> No
             )
 
 
-def make_sequences(request: Request, serial: int, policy: str, max_model_len: int) -> list[Sequence]:
+def make_sequences(
+    request: Request, serial: int, policy: str, max_model_len: int, grammar: GrammarState | None = None
+) -> list[Sequence]:
     """The n sequences of a request. Those after the first are parked until that one has computed the prompt."""
     prompt_len = len(request.prompt_token_ids)
     seqs = [
@@ -92,6 +110,7 @@ def make_sequences(request: Request, serial: int, policy: str, max_model_len: in
             prompt_len=prompt_len,
             limit=min(prompt_len + request.max_tokens, max_model_len),
             stop_ids=frozenset(request.stop_ids),
+            grammar=grammar and grammar.copy(),
             score_prompt=index == 0 and request.params.prompt_logprobs is not None,
         )
         for index in range(request.params.n)

@@ -75,13 +75,15 @@ async def _start(config: ServeConfig) -> tuple[EngineProcess, Frontend]:
     try:
         tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
         await engine.ready()
+        frontend = Frontend(tokenizer, engine.client.info, defaults)
+        await engine.client.use_vocabulary(frontend.vocabulary())
     except BaseException:
         await engine.stop()
         raise
     if engine.client.info.device == "cpu":
         _yield_to_the_engine()
     log.info("ready after %.1f s", time.monotonic() - started)
-    return engine, Frontend(tokenizer, engine.client.info, defaults)
+    return engine, frontend
 
 
 def _on_signals(handler: Callable[[int], object]) -> None:

@@ -8,11 +8,10 @@ host  ──  packed i32[n]  ──►  step  ──►  tokens i32[S], logprobs
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float32, Int32
 
-from jaxserve.request import MAX_LOGPROBS
+from jaxserve.request import MAX_LOGPROBS, knob_names
 from jaxserve.sampling_inputs import SlotExtras
 from jaxserve.shapes import Bucket, ceil_div
 
@@ -20,6 +19,7 @@ from jaxserve.shapes import Bucket, ceil_div
 FIXED_COLUMNS = ("slot", "flags", "sample_index", "seed_lo", "seed_hi", "prompt_len", "min_tokens")
 # ... then what changes each step: position of the row's first token, how many tokens, whether it draws one.
 STEP_COLUMNS = ("start", "count", "draw")
+KNOBS = {name: kind for kind in ("f32", "i32") for name in knob_names(kind)}  # ... how they travel, between the two
 LOGPROB_COLUMNS = 2 + 2 * MAX_LOGPROBS  # logprob, rank, top ids, top logprobs
 
 
@@ -31,20 +31,33 @@ class DeviceState(NamedTuple):
     extras: SlotExtras  # token history, masks, biases: only rows that use such a knob read them
 
 
-class StepOutput(NamedTuple):
-    """What a step gives back, still on the device. Float columns travel as the bits of int32."""
+class Forward(NamedTuple):
+    """What the forward pass of a step gives: what is drawn from, and what some rows asked for. Stays on the device."""
 
-    tokens: Int32[Array, " S"]  # drawn ids; -1: the logits were not finite
-    logprobs: Int32[Array, "S C"] | None = None  # logprob, rank, top ids, top logprobs
-    prompt_logprobs: Int32[Array, "T_p C"] | None = None
+    logits: Float32[Array, "S V"]
+    rows: Int32[Array, "C S"]  # the packed columns of the rows
+    pooled: Float32[Array, "S D"]  # of rows that are POOLED: the last token's hidden state, or MEAN: the sum of all
+    prompt_logprobs: Int32[Array, "T_p C"] | None  # logprob, rank, top ids, top logprobs
+
+
+class Drawn(NamedTuple):
+    """What a step draws, still on the device. Float columns travel as the bits of int32."""
+
+    tokens: Int32[Array, " S"]  # ids; -1: the logits were not finite, or nothing was allowed
+    logprobs: Int32[Array, "S C"] | None  # logprob, rank, top ids, top logprobs
+
+
+def row_columns() -> tuple[str, ...]:
+    """Columns of the per-row part of the packed buffer, in order."""
+    return FIXED_COLUMNS + tuple(KNOBS) + STEP_COLUMNS
 
 
 class PackedLayout:
     """Where each part of a step's input lies in its one int32 buffer. Same code packs (numpy) and unpacks (traced)."""
 
-    def __init__(self, bucket: Bucket, knobs: tuple[str, ...], page_size: int):
+    def __init__(self, bucket: Bucket, page_size: int):
         self.bucket, self.page_size = bucket, page_size
-        self.columns = FIXED_COLUMNS + knobs + STEP_COLUMNS
+        self.columns = row_columns()
         # A row needs at most one new page per page_size new tokens, plus one it has just begun.
         self.num_page_writes = bucket.rows + ceil_div(bucket.prefill_tokens, page_size)
         shapes = {
@@ -61,15 +74,6 @@ class PackedLayout:
 
     def __str__(self) -> str:
         return f"{self.bucket!r} {self.columns} pages of {self.page_size}"
-
-    def new_output(self, features: bool) -> StepOutput:
-        """Zeros of the shapes that a step of this bucket gives back."""
-        rows, tokens = self.bucket.rows, self.bucket.prefill_tokens
-        return StepOutput(
-            jnp.zeros(rows, jnp.int32),
-            jnp.zeros((rows, LOGPROB_COLUMNS), jnp.int32) if features else None,
-            jnp.zeros((tokens, LOGPROB_COLUMNS), jnp.int32) if features and tokens else None,
-        )
 
     def views[A: (np.ndarray, jax.Array)](self, packed: A) -> dict[str, A]:
         """The named parts of a packed buffer: views of a numpy one, slices of a traced one."""

@@ -1,34 +1,106 @@
-"""The step: one jitted call that embeds, runs all layers, draws the next tokens and updates the device state.
+"""The step: embed, run all layers, draw the next tokens, update the device state.
 
-One executable per bucket and variant. `features` is the only variant: without it a row is greedy or has a temperature,
-nothing more, and the step holds no code for anything else.
+plain    rows that are greedy or have a temperature, nothing more: one program per bucket does it all
+forward  everything else: one program per bucket, as far as the logits ...
+draw     ... and one per number of rows that draws from them. Between the two the host learns what the step before
+         drew, and makes the masks of rows with a grammar while the device is busy with the forward pass.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.tree_util import Partial
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.pallas_kernels.ops import Backend
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
 from jaxserve.request import knob_names
 from jaxserve.sampling import SamplingRows, sample, token_logprobs
+from jaxserve.sampling_inputs import MEAN, POOLED, SlotExtras
 from jaxserve.shapes import Bucket
-from jaxserve.state import LOGPROB_COLUMNS, DeviceState, PackedLayout, StepOutput
+from jaxserve.state import LOGPROB_COLUMNS, Drawn, Forward, PackedLayout, row_columns
 
 LOGPROB_ROWS = 64  # rows of hidden states turned into logits at once, where a prompt's logprobs are wanted
 
-Step = Callable[[Any, list[KVPages], DeviceState, Int32[Array, " n"]], tuple[list[KVPages], DeviceState, StepOutput]]
+Pages = Int32[Array, "slots W"]  # the page table
+Slots = Int32[Array, " slots"]
 
 
-def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, features: bool) -> Step:
-    """The step of one bucket, ready to be jitted with arguments 1 and 2 (KV pages, device state) donated."""
+def build_forward(graphdef: Any, layout: PackedLayout, backend: Backend) -> Callable[..., Any]:
+    """(params, kv, page_table, last_token, packed) -> (kv, page_table, Forward). Donate kv and page_table."""
+
+    def forward(
+        params: Any, kv: list[KVPages], page_table: Pages, last_token: Slots, packed: Int32[Array, " n"]
+    ) -> tuple[list[KVPages], Pages, Forward]:
+        model, parts = nnx.merge(graphdef, params), layout.views(packed)
+        hidden, last, meta, kv, page_table = _run_layers(model, layout, backend, kv, page_table, last_token, parts)
+        scored = None
+        if layout.bucket.prefill_tokens:
+            scored = _prompt_logprobs(model, hidden[layout.bucket.decode_rows :], parts["targets"])
+        pooled = _pool(hidden, last, meta, parts["rows"][layout.columns.index("flags")])
+        return kv, page_table, Forward(model.logits(hidden[last]), parts["rows"], pooled, scored)
+
+    return forward
+
+
+def build_draw() -> Callable[..., Any]:
+    """(last_token, extras, logits, rows, masks) -> (last_token, extras, Drawn). Donate last_token and extras.
+
+    masks: bit i % 32 of word i // 32 says whether id i may follow; read for rows with a grammar only.
+    """
+    columns = row_columns()
+
+    def draw(
+        last_token: Slots, extras: SlotExtras, logits: Float32[Array, "S V"], packed_rows: Int32[Array, "C S"],
+        masks: Int32[Array, "S W"],
+    ) -> tuple[Slots, SlotExtras, Drawn]:  # fmt: skip
+        rows = dict(zip(columns, packed_rows, strict=True))
+        drawn = sample(logits, _sampling_rows(rows), extras, rows["slot"], masks, features=True)
+        at = _drawing_slots(last_token, rows), rows["start"] + rows["count"]
+        extras = extras._replace(history=extras.history.at[at].set(drawn.token, mode="drop"))
+        logprobs = _pack_logprobs(drawn.logprob, drawn.rank, drawn.top_ids, drawn.top_logprobs)
+        return _remember(last_token, rows, drawn.token), extras, Drawn(drawn.token, logprobs)
+
+    return draw
+
+
+def build_plain(graphdef: Any, layout: PackedLayout, backend: Backend) -> Callable[..., Any]:
+    """(params, kv, page_table, last_token, packed) -> (kv, page_table, last_token, tokens i32[S]).
+
+    Donate kv, page_table and last_token.
+    """
+
+    def plain(
+        params: Any, kv: list[KVPages], page_table: Pages, last_token: Slots, packed: Int32[Array, " n"]
+    ) -> tuple[list[KVPages], Pages, Slots, Int32[Array, " S"]]:
+        model, parts = nnx.merge(graphdef, params), layout.views(packed)
+        hidden, last, _, kv, page_table = _run_layers(model, layout, backend, kv, page_table, last_token, parts)
+        rows = dict(zip(layout.columns, parts["rows"], strict=True))
+        drawn = sample(model.logits(hidden[last]), _sampling_rows(rows), None, rows["slot"], features=False)
+        return kv, page_table, _remember(last_token, rows, drawn.token), drawn.token
+
+    return plain
+
+
+def _run_layers(
+    model: Any, layout: PackedLayout, backend: Backend, kv: list[KVPages], page_table: Pages, last_token: Slots,
+    parts: dict[str, Array],
+) -> tuple[Float[Array, "T D"], Int32[Array, " S"], AttentionInput, list[KVPages], Pages]:  # fmt: skip
+    """Hidden states after the last norm, the index of each row's last token, what attention knows of the rows; KV and
+    page table with this step written in.
+    """
     bucket = layout.bucket
+    rows = dict(zip(layout.columns, parts["rows"], strict=True))
+    page_table = _write_pages(page_table, parts["page_writes"])
+    meta, row_starts = _attention_input(bucket, rows, page_table)
+    # Once, not fused into every layer again.
+    meta = lax.optimization_barrier(backend.prepare(meta, layout.page_size))
+    tokens = _input_tokens(parts["tokens"], rows["slot"], meta.token_rows, last_token)
 
     def attend(
         meta: AttentionInput, qkv: Array, kv_l: KVPages, rope: tuple[Array, Array], *,
@@ -37,36 +109,9 @@ def build_step(graphdef: Any, layout: PackedLayout, backend: Backend, *, feature
         q, kv_l = backend.rope_and_write(qkv, kv_l, meta, *rope, **projection)
         return backend.attention(q, kv_l, meta, scale=scale, sliding_window=sliding_window, softcap=softcap), kv_l
 
-    def step(
-        params: Any, kv: list[KVPages], state: DeviceState, packed: Int32[Array, " n"]
-    ) -> tuple[list[KVPages], DeviceState, StepOutput]:
-        """Donates kv and state."""
-        model = nnx.merge(graphdef, params)
-        parts = layout.views(packed)
-        rows = dict(zip(layout.columns, parts["rows"], strict=True))
-        state = state._replace(page_table=_write_pages(state.page_table, parts["page_writes"]))
-        meta, row_starts = _attention_input(bucket, rows, state.page_table)
-        meta = lax.optimization_barrier(
-            backend.prepare(meta, layout.page_size)
-        )  # once, not fused into every layer again
-        tokens = _input_tokens(parts["tokens"], rows["slot"], meta.token_rows, state.last_token)
-
-        hidden, kv = model.forward(tokens, meta.positions, kv, Partial(attend, meta))  # [T, D]
-        last = jnp.clip(row_starts + rows["count"] - 1, 0, bucket.tokens - 1)
-        drawn = sample(model.logits(hidden[last]), _sampling_rows(rows), state.extras, rows["slot"], features=features)
-        state = _remember(state, rows, drawn.token, features)
-        output = StepOutput(drawn.token)
-        if features:
-            output = output._replace(
-                logprobs=_pack_logprobs(drawn.logprob, drawn.rank, drawn.top_ids, drawn.top_logprobs)
-            )
-            if bucket.prefill_tokens:
-                output = output._replace(
-                    prompt_logprobs=_prompt_logprobs(model, hidden[bucket.decode_rows :], parts["targets"])
-                )
-        return kv, state, output
-
-    return step
+    hidden, kv = model.forward(tokens, meta.positions, kv, Partial(attend, meta))
+    last = jnp.clip(row_starts + rows["count"] - 1, 0, bucket.tokens - 1)
+    return hidden, last, meta, kv, page_table
 
 
 def _write_pages(page_table: Int32[Array, "slots W"], writes: Int32[Array, "3 n"]) -> Int32[Array, "slots W"]:
@@ -130,15 +175,27 @@ def _sampling_rows(rows: dict[str, Array]) -> SamplingRows:
     )
 
 
-def _remember(state: DeviceState, rows: dict[str, Array], token: Int32[Array, " S"], features: bool) -> DeviceState:
-    """Stores what each drawing row drew in its slot; rows that draw nothing write to the trash slot."""
-    trash = state.last_token.shape[0] - 1
-    slots = jnp.where(rows["draw"] > 0, rows["slot"], trash)
-    state = state._replace(last_token=state.last_token.at[slots].set(token))
-    if features:
-        history = state.extras.history.at[slots, rows["start"] + rows["count"]].set(token, mode="drop")
-        state = state._replace(extras=state.extras._replace(history=history))
-    return state
+def _drawing_slots(last_token: Slots, rows: dict[str, Array]) -> Int32[Array, " S"]:
+    """The slot of each row that draws, the trash slot of others."""
+    return jnp.where(rows["draw"] > 0, rows["slot"], last_token.shape[0] - 1)
+
+
+def _remember(last_token: Slots, rows: dict[str, Array], token: Int32[Array, " S"]) -> Slots:
+    return last_token.at[_drawing_slots(last_token, rows)].set(token)
+
+
+def _pool(
+    hidden: Float[Array, "T D"], last: Int32[Array, " S"], meta: AttentionInput, flags: Int32[Array, " S"]
+) -> Float32[Array, "S D"]:
+    """Of each row the hidden state of its last token, or the sum over its tokens; no work if no row wants it."""
+    num_rows = last.shape[0]
+
+    def wanted() -> Array:
+        x = hidden.astype(jnp.float32)
+        sums = jax.ops.segment_sum(x, meta.token_rows, num_segments=num_rows + 1)[:num_rows]  # padding comes last
+        return jnp.where((flags & MEAN != 0)[:, None], sums, x[last])
+
+    return lax.cond(jnp.any(flags & POOLED != 0), wanted, lambda: jnp.zeros((num_rows, hidden.shape[1]), jnp.float32))
 
 
 def _pack_logprobs(logprob: Array, rank: Array, top_ids: Array, top_logprobs: Array) -> Int32[Array, "R C"]:

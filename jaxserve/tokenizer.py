@@ -7,6 +7,7 @@ The work is done by a Rust tokenizer of the `tokenizers` package. For a Hugging 
 import copy
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from jaxserve.errors import ConfigError, RequestError
 ByteMap = dict[str, int]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Vocabulary:
+    """What grammars are compiled for: a tokenizer.json, and the ids that end a text."""
+
+    tokenizer_json: str
+    eos_token_ids: list[int]
 
 
 class Tokenizer:
@@ -102,6 +111,10 @@ class Tokenizer:
         if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return token.replace("▁", " ").encode()
+
+    def to_json(self) -> str:
+        """As tokenizer.json has it."""
+        return self._backend.to_str()
 
     # ---- chat
 

@@ -192,9 +192,15 @@ def test_special_tokens_are_skipped_or_shown():
 @pytest.mark.parametrize(("include", "text"), [(False, "a"), (True, "ab")])
 def test_a_stop_id_has_no_text_unless_asked_for(include, text):
     params = SamplingParams(include_stop_str_in_output=include)
-    sequence = SequenceText(0, Pieces([b"a", b"b"]), params)
+    sequence = SequenceText(0, Pieces([b"a", b"b"]), params, stop_ids=[1])
     shown = sequence.push(SequenceDelta("r", 0, [0, 1], finish_reason="stop", stop_reason=1))
     assert (shown.text, shown.token_ids, shown.stop_reason) == (text, [0, 1], 1)
+
+
+def test_the_last_token_of_a_complete_grammar_has_text():
+    sequence = SequenceText(0, Pieces([b"{", b"}"]), SamplingParams(), stop_ids=[2])
+    shown = sequence.push(SequenceDelta("r", 0, [0, 1], finish_reason="stop"))
+    assert (shown.text, shown.finish_reason) == ("{}", "stop")
 
 
 def test_a_half_character_waits_and_is_flushed_at_the_end():

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import aiohttp
+import openai
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -165,6 +167,34 @@ async def test_64_clients_some_leaving_a_tiny_pool(tmp_path: Path):
             )
             assert [a["text"] for a in alone] == [t["text"] for t in together]
         assert not re.search(r"Traceback|ERROR", server.log()), server.log()
+
+
+async def test_structured_outputs_arrive_whole_beside_others(tmp_path: Path):
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"],
+              "additionalProperties": False}  # fmt: skip
+    as_json = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    async with serving(tmp_path, *TINY_POOL) as server:
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+        ask = functools.partial(client.completions.create, model="tiny", prompt="As JSON:", max_tokens=60, seed=1)
+        free, picked, *answers = await asyncio.gather(
+            ask(extra_body={"ignore_eos": True}),
+            ask(extra_body={"structured_outputs": {"choice": ["left", "right"]}}),
+            *(ask(temperature=i / 2 + 0.1, extra_body={"response_format": as_json}) for i in range(4)),
+        )
+        assert (free.choices[0].finish_reason, free.usage.completion_tokens) == ("length", 60)
+        assert picked.choices[0].text in ("left", "right")
+        for answer in answers:
+            assert answer.choices[0].finish_reason == "stop"
+            assert 0 <= json.loads(answer.choices[0].text)["n"] <= 99
+        pieces = [
+            piece.choices[0].text
+            async for piece in await ask(temperature=0.1, stream=True, extra_body={"response_format": as_json})
+        ]
+        assert "".join(pieces) == answers[0].choices[0].text
+        with pytest.raises(openai.BadRequestError, match="regex is bad"):
+            await ask(extra_body={"structured_outputs": {"regex": "("}})
+        async with aiohttp.ClientSession() as session:
+            assert (await settled(session, server.url))["compiles_after_warmup_total"] == 0
 
 
 async def test_a_dead_engine_ends_requests_with_an_error_and_the_server_with_a_code(tmp_path: Path):

@@ -12,7 +12,7 @@ from jaxserve import chat
 from jaxserve.detokenize import TextDelta
 from jaxserve.errors import RequestError
 from jaxserve.frontend import RequestText
-from jaxserve.http.generate import Generation, Shown, drain, off_loop, stream_answer, usage
+from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, Shown, drain, off_loop, stream_answer, usage
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.replies import (
@@ -36,7 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, sampling = server.parse(ChatBody, await read_object(request))
     params = make_params(server, body, sampling)
     call_id = request[CALL_ID] = f"chatcmpl-{uuid.uuid4().hex}"
-    size = request.content_length or 0
+    size = LONG_TEXT_CHARS if params.structured_outputs else request.content_length or 0
     field = _max_tokens_field(body, sampling)
     text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s))
     answer = ChatAnswer(server, call_id, body, text, "prompt_logprobs" in sampling)
@@ -85,6 +85,7 @@ def _make_request(
         arrival_s=arrival_s,
         prompt_field="messages",
         max_tokens_field=max_tokens_field,
+        structured_field=body.structured_field,
     )
 
 

@@ -11,7 +11,7 @@ from msgspec import UNSET
 from jaxserve.detokenize import TextDelta
 from jaxserve.errors import RequestError
 from jaxserve.frontend import RequestText
-from jaxserve.http.generate import Generation, Shown, drain, off_loop, stream_answer, usage
+from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, Shown, drain, off_loop, stream_answer, usage
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
@@ -31,6 +31,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     call_id = request[CALL_ID] = f"cmpl-{uuid.uuid4().hex}"
     field = "max_tokens" if "max_tokens" in sampling else None
     size_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    size_chars += LONG_TEXT_CHARS if params.structured_outputs else 0  # a grammar takes time to check
     requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
     texts = [server.frontend.text(each) for each in requests]
     answer = CompletionAnswer(server, call_id, body, texts, prompts, score_only, "prompt_logprobs" in sampling)
@@ -80,6 +81,7 @@ def _make_requests(
             arrival_s=arrival_s,
             prompt_field="prompt" if len(prompts) == 1 else f"prompt.{i}",
             max_tokens_field=max_tokens_field,
+            structured_field=body.structured_field,
         )
         for i, prompt in enumerate(prompts)
     ]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from jaxserve import structured
 from jaxserve.errors import RequestError
 from jaxserve.request import MAX_LOGPROBS, SamplingParams, check_limits, knob, short
 
@@ -50,7 +51,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "reasoning_effort": ("none",),
     "repetition_detection": (),
     "request_id": (),
-    "response_format": ({"type": "text"},),
     "return_assistant_tokens_mask": (False,),
     "return_prompt_text": (False,),
     "service_tier": ("auto", "default"),
@@ -58,7 +58,6 @@ UNSUPPORTED: dict[str, tuple] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "stream_interval": (1,),
-    "structured_outputs": (),
     "suffix": (),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
@@ -91,6 +90,8 @@ class GenerateBody(Body):
     stream: bool = knob(False, "send the answer in pieces, as server-sent events")
     stream_options: dict | None = knob(None, "include_usage, continuous_usage_stats")
     priority: int = knob(0, "lower first, under --scheduling-policy priority", ge=-(2**31), le=2**31 - 1)
+    response_format: dict | None = knob(None, "what the output must be, as OpenAI says it: type and json_schema")
+    structured_outputs: dict | None = knob(None, "what the output must be: one of json, regex, choice, grammar, ...")
     return_token_ids: bool = knob(False, "also send the ids of the prompt's and the output's tokens")
     return_tokens_as_token_ids: bool = knob(False, "name tokens as token_id:N in logprobs")
     # OpenAI fields that ask for nothing of us.
@@ -114,6 +115,12 @@ class GenerateBody(Body):
                 raise RequestError(f"stream_options.{name} must be bool, got {short(value)}", param="stream_options")
         if self.stream_options.get("include_obfuscation"):
             raise RequestError("stream_options.include_obfuscation is not supported yet", param="stream_options")
+
+    @property
+    def structured_field(self) -> str:
+        """Where the structured output was asked for."""
+        kind = (self.response_format or {}).get("type", "text")
+        return "structured_outputs" if kind == "text" else "response_format"
 
     @property
     def include_usage(self) -> bool:
@@ -249,6 +256,9 @@ def parse[B: Body](
     body = cls(**{name: value for name, value in given.items() if not specs[name].sampling})
     body.check()
     sampling = {name: value for name, value in given.items() if specs[name].sampling}
+    if isinstance(body, GenerateBody):
+        wanted = structured.from_request(body.response_format, body.structured_outputs)
+        sampling |= {"structured_outputs": wanted} if wanted else {}
     if "logit_bias" in sampling:
         sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
     return body, sampling
