@@ -199,6 +199,14 @@ class ServeConfig(EngineConfig):
                 raise ConfigError(message, param="allowed_origins")
 
 
+def offline_config(owner: str, model: str, options: dict[str, Any]) -> EngineConfig:
+    """The config of `owner(model, **options)`, whose queue takes all. Raises TypeError, ConfigError."""
+    known = EngineConfig.__dataclass_fields__
+    if unknown := [name for name in options if name not in known]:
+        raise TypeError(f"{owner}() has no option {unknown[0]!r}; it knows {', '.join(known)}")
+    return EngineConfig(model=model, **{"max_queue_len": 2**31, **options})
+
+
 def flag_of(f: dataclasses.Field) -> str:
     return "--" + f.name.replace("_", "-")
 

@@ -28,8 +28,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.errors import ConfigError, EngineDead, ErrorInfo, JaxserveError
+from jaxserve.frontend import Frontend
 from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta
 from jaxserve.tokenizer import Vocabulary
 
@@ -111,7 +113,7 @@ class SocketClient:
         """Before the first request with a grammar: what grammars are compiled for."""
         await self._socket.send(self._encode(UseVocabulary(vocabulary)))
 
-    async def submit(self, request: Request) -> AsyncIterator[SequenceDelta]:
+    async def submit(self, request: Request) -> "_Stream":
         """See EngineClient.submit."""
         if self._dead:
             raise EngineDead(self._dead.message)
@@ -262,6 +264,21 @@ class EngineProcess:
             self._process.kill()
             await self._process.wait()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+async def start_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineProcess, Frontend]:
+    """A warm engine and its front end; none is left if this fails or is cancelled. Raises ConfigError, EngineDead."""
+    defaults = checkpoint.sampling_defaults(config)
+    engine = await EngineProcess.start(config)
+    try:
+        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
+        await engine.ready()
+        frontend = Frontend(tokenizer, engine.client.info, defaults)
+        await engine.client.use_vocabulary(frontend.vocabulary())
+        return engine, frontend
+    except BaseException:
+        await engine.stop()
+        raise
 
 
 # ------------------------------------------------------------------------------------------------- engine side

@@ -6,10 +6,12 @@ OutputBuilder    the same, and a RequestOutput that grows with them (the offline
 """
 
 import math
+import operator
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from jaxserve import chat, structured
 from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
@@ -22,6 +24,8 @@ from jaxserve.request import (
     Logprob,
     Request,
     RequestOutput,
+    RequestOutputKind,
+    RequestStats,
     SamplingParams,
     SequenceDelta,
     TokenLogprobs,
@@ -32,6 +36,8 @@ from jaxserve.tokenizer import Tokenizer, Vocabulary
 DEFAULTS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MAX_STOP_CHARS = 4096  # of one stop string
 MIN_LOGPROB = -9999.0  # what is sent for minus infinity, which JSON cannot say
+
+Prompt = str | Sequence[int] | Mapping[str, Any]  # as the offline API takes one
 
 
 class Frontend:
@@ -305,6 +311,7 @@ class OutputBuilder(RequestText):
     def __init__(self, tokenizer: Tokenizer, request: Request, prompt: str | None = None):
         super().__init__(tokenizer, request)
         with_logprobs = request.params.logprobs is not None
+        self._stats = RequestStats(request.arrival_s)
         self.output = RequestOutput(
             request_id=request.request_id,
             prompt=prompt,
@@ -315,11 +322,15 @@ class OutputBuilder(RequestText):
                 )
                 for i in range(request.params.n)
             ],
+            metrics=self._stats,
         )
 
     def push(self, delta: SequenceDelta) -> TextDelta:
         shown = super().push(delta)
         self.output.num_cached_tokens = self.cached_tokens
+        self._stats.queue_s = self.queue_s
+        if delta.token_ids and self._stats.first_token_s is None:
+            self._stats.first_token_s = time.monotonic()
         params = self.request.params
         if delta.prompt_logprobs is not None and params.prompt_logprobs is not None:
             self.output.prompt_logprobs = [
@@ -337,8 +348,51 @@ class OutputBuilder(RequestText):
             count = self.request.params.logprobs or 0
             output.logprobs += [logprob_dict(self.tokenizer, entry, count) for entry in shown.logprobs]
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprob for e in shown.logprobs)
-        output.finish_reason, output.stop_reason = shown.finish_reason, shown.stop_reason
-        self.output.finished = self.finished
+        self._end(output, shown.finish_reason, shown.stop_reason)
+
+    def fail(self, delta: SequenceDelta) -> None:
+        """Ends one sequence with the delta's error, where the others and the rest of a list go on."""
+        self._end(self.output.outputs[delta.index], delta.finish_reason, None)
+
+    def _end(self, output: CompletionOutput, finish_reason: str | None, stop_reason: int | str | None) -> None:
+        output.finish_reason, output.stop_reason = finish_reason, stop_reason
+        self.output.finished = all(one.finished() for one in self.output.outputs)
+        if self.output.finished:
+            self._stats.finished_s = time.monotonic()
+
+    def news(self, shown: TextDelta) -> RequestOutput | None:
+        """What a stream yields after push() returned `shown`, by output_kind; None: nothing. It will not change."""
+        kind = self.request.params.output_kind
+        if not shown or kind is RequestOutputKind.FINAL_ONLY and not self.output.finished:
+            return None
+        outputs = self.output.outputs
+        if kind is RequestOutputKind.DELTA:
+            one, count = outputs[shown.index], len(shown.token_ids)
+            logprobs = one.logprobs if one.logprobs is None else one.logprobs[len(one.logprobs) - count :]
+            outputs = [replace(one, text=shown.text, token_ids=shown.token_ids, logprobs=logprobs)]
+        else:
+            outputs = [
+                replace(one, token_ids=one.token_ids.copy(), logprobs=one.logprobs and one.logprobs.copy())
+                for one in outputs
+            ]
+        return replace(self.output, outputs=outputs, metrics=replace(self._stats))
+
+
+def as_prompt(prompt: Prompt) -> str | list[int]:
+    """A text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. Raises RequestError."""
+    if isinstance(prompt, Mapping):
+        known = [k for k in ("prompt_token_ids", "prompt") if k in prompt]
+        if len(prompt) != 1 or not known:
+            raise RequestError(
+                f"a prompt dict holds exactly one of prompt, prompt_token_ids; got {sorted(prompt)}", param="prompt"
+            )
+        prompt = prompt[known[0]]
+    if isinstance(prompt, str):
+        return prompt
+    try:
+        return [operator.index(token_id) for token_id in cast("Sequence[Any]", prompt)]  # numpy's integers too
+    except TypeError:
+        raise RequestError(f"a prompt must be a text or token ids, got {short(prompt)}", param="prompt") from None
 
 
 def logprob_dict(tokenizer: Tokenizer, entry: TokenLogprobs, count: int) -> dict[int, Logprob]:

@@ -5,23 +5,23 @@ import itertools
 import logging
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from tqdm import tqdm
 
+from jaxserve.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, offline_config
 from jaxserve.engine import Engine
-from jaxserve.errors import RequestError
-from jaxserve.frontend import Frontend, OutputBuilder
-from jaxserve.request import EngineStats, RequestOutput, SamplingParams, SequenceDelta
+from jaxserve.errors import EngineError, RequestError
+from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
+from jaxserve.request import EngineStats, RequestOutput, SamplingParams, check_limits
 from jaxserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
@@ -35,16 +35,15 @@ class LLM:
     """
 
     def __init__(self, model: str = EngineConfig.model, **options: Any):
-        known = EngineConfig.__dataclass_fields__
-        if unknown := [name for name in options if name not in known]:
-            raise TypeError(f"LLM() has no option {unknown[0]!r}; it knows {', '.join(known)}")
-        config = EngineConfig(model=model, **{"max_queue_len": 2**31, **options})  # offline, the list is the queue
+        config = offline_config("LLM", model, options)
         checkpoint = Checkpoint.open(config)
         tokenizer, defaults = checkpoint.load_tokenizer(config), checkpoint.sampling_defaults(config)
         self._engine = Engine(config, checkpoint)
         self._frontend = Frontend(tokenizer, self._engine.info, defaults)
         self._engine.use_vocabulary(self._frontend.vocabulary())
         self._ids = itertools.count()
+        self._open: dict[str, OutputBuilder] = {}  # by request id: those that the engine has not finished
+        self._enqueued: list[OutputBuilder] = []  # those that wait_for_completion() will return
 
     def generate(
         self,
@@ -58,7 +57,23 @@ class LLM:
 
         Results come in the order of the prompts. Raises RequestError, and then computes nothing, if any is bad.
         """
-        return self._run([(_prompt(p), True) for p in _as_list(prompts)], sampling_params, use_tqdm, priority)
+        return self._finish(self._submit(_texts(prompts), sampling_params, use_tqdm, priority), use_tqdm)
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """Submits prompts as generate() does, and returns their request ids: wait_for_completion() has the results."""
+        return self._enqueue(self._submit(_texts(prompts), sampling_params, use_tqdm, priority))
+
+    def wait_for_completion(self, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Runs until all that was enqueued is finished; its results, in the order of submission, each once."""
+        builders, self._enqueued = self._enqueued, []
+        return self._finish(builders, use_tqdm)
 
     def chat(
         self,
@@ -72,18 +87,52 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of a list of them."""
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [
-            self._frontend.render_chat(
-                list(conversation),
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template=chat_template,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
-        return self._run([(text, False) for text in texts], sampling_params, use_tqdm, None)
+        texts = self._conversations(
+            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+        )
+        return self._finish(self._submit(texts, sampling_params, use_tqdm, None), use_tqdm)
+
+    def enqueue_chat(
+        self,
+        messages: Sequence[dict] | Sequence[Sequence[dict]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[str]:
+        """Submits conversations as chat() does; see enqueue()."""
+        texts = self._conversations(
+            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+        )
+        return self._enqueue(self._submit(texts, sampling_params, use_tqdm, None))
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest continuations of each prompt, best first: see beam_search.py.
+
+        concurrency_limit: prompts searched at the same time, at most; None: all. Results come in the order of the
+        prompts. Raises RequestError, and then computes nothing, if any is bad.
+        """
+        check_limits("concurrency_limit", concurrency_limit, int | None, {"ge": 1})
+        searches = [self._beam_search(prompt, params) for prompt in _as_list(prompts)]
+        waiting, active = deque(searches), []
+        with tqdm(total=len(searches), desc="Beam search", unit="prompt", disable=not use_tqdm) as bar:
+            while waiting or active:
+                while waiting and len(active) < (concurrency_limit or len(searches)):
+                    active.append(waiting.popleft())
+                self._extend(active)
+                bar.update(sum(search.finished for search in active))
+                active = [search for search in active if not search.finished]
+        return [self._searched(search) for search in searches]
 
     def get_tokenizer(self) -> Tokenizer:
         return self._frontend.tokenizer
@@ -100,59 +149,141 @@ class LLM:
         """Forgets all cached pages: the next prompts are computed anew."""
         self._engine.reset_prefix_cache()
 
-    def _run(
+    # ---------------------------------------------------------------------------------------- requests in and out
+
+    def _conversations(
+        self,
+        messages: Sequence[dict] | Sequence[Sequence[dict]],
+        chat_template: str | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        chat_template_kwargs: dict[str, Any] | None,
+    ) -> list[tuple[str | list[int], bool]]:
+        """The prompt of each conversation."""
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        return [
+            (
+                self._frontend.render_chat(
+                    list(conversation),
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    chat_template=chat_template,
+                    **(chat_template_kwargs or {}),
+                ),
+                False,
+            )
+            for conversation in conversations
+        ]
+
+    def _submit(
         self,
         prompts: list[tuple[str | list[int], bool]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
         priority: Sequence[int] | None,
-    ) -> list[RequestOutput]:
+    ) -> list[OutputBuilder]:
+        """Hands prompts to the engine: all of them, or none if one is bad. With each: whether to add special tokens."""
         params = _one_each("sampling_params", sampling_params or self.get_default_sampling_params(), len(prompts))
         priorities = _one_each("priority", 0 if priority is None else priority, len(prompts))
-        builders: dict[str, OutputBuilder] = {}
-        for (prompt, special), p, order in zip(prompts, params, priorities, strict=True):
-            request = self._frontend.make_request(
-                str(next(self._ids)), prompt, p, priority=order, add_special_tokens=special
-            )
-            text = prompt if isinstance(prompt, str) else None
-            builders[request.request_id] = self._frontend.output_builder(request, text)
+        builders = []
+        with tqdm(total=len(prompts), desc="Adding requests", unit="prompt", disable=not use_tqdm) as bar:
+            for (prompt, special), p, order in zip(prompts, params, priorities, strict=True):
+                request = self._frontend.make_request(
+                    str(next(self._ids)), prompt, p, priority=order, add_special_tokens=special
+                )
+                builders.append(self._frontend.output_builder(request, prompt if isinstance(prompt, str) else None))
+                bar.update()
         try:
-            for builder in builders.values():
+            for builder in builders:
                 self._engine.submit(builder.request)
-            self._drain(builders, use_tqdm)
+                self._open[builder.request.request_id] = builder
         except BaseException:
-            for request_id in builders:
-                self._engine.cancel(request_id)
-            while self._engine.has_work():
-                self._engine.step()
+            self._drop(builders)
             raise
-        return [builder.output for builder in builders.values()]
+        return builders
 
-    def _drain(self, builders: dict[str, OutputBuilder], use_tqdm: bool) -> None:
+    def _enqueue(self, builders: list[OutputBuilder]) -> list[str]:
+        self._enqueued += builders
+        return [builder.request.request_id for builder in builders]
+
+    def _finish(self, builders: list[OutputBuilder], use_tqdm: bool) -> list[RequestOutput]:
+        """Runs until these requests are finished; others go on meanwhile. If that fails, these are dropped."""
+        try:
+            self._run_until_finished(builders, use_tqdm)
+        except BaseException:
+            self._drop(builders)
+            raise
+        return [builder.output for builder in builders]
+
+    def _run_until_finished(self, builders: list[OutputBuilder], use_tqdm: bool) -> None:
+        awaited = {builder.request.request_id for builder in builders if not builder.output.finished}
         tokens_in = tokens_out = 0
-        with tqdm(total=len(builders), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
-            while self._engine.has_work():
-                with _interrupts_held():
-                    deltas = self._engine.step()
-                for delta in deltas:
-                    builder = builders[delta.request_id]
-                    was_finished = builder.output.finished
-                    if delta.error and delta.index < 0:  # a grammar that could not be compiled
-                        raise delta.error.exception()
-                    if delta.error:
-                        _end_with_error(builder.output, delta)
-                    elif builder.push(delta).stopped:
-                        self._engine.cancel(delta.request_id, delta.index)
-                    tokens_out += len(delta.token_ids)
-                    if builder.output.finished and not was_finished:
-                        tokens_in += len(builder.request.prompt_token_ids)
-                        elapsed = max(bar.format_dict["elapsed"], 1e-6)
-                        bar.set_postfix_str(
-                            f"est. speed input: {tokens_in / elapsed:.2f} toks/s, "
-                            f"output: {tokens_out / elapsed:.2f} toks/s",
-                            refresh=False,
-                        )
-                        bar.update()
+        with tqdm(total=len(awaited), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar:
+            # With nothing else open the last step is taken in too, so that the engine rests.
+            while self._engine.has_work() and (awaited or not self._open):
+                for builder in self._step():
+                    if builder.request.request_id not in awaited:
+                        continue
+                    awaited.remove(builder.request.request_id)
+                    tokens_in += len(builder.request.prompt_token_ids)
+                    tokens_out += builder.num_tokens
+                    elapsed = max(bar.format_dict["elapsed"], 1e-6)
+                    bar.set_postfix_str(
+                        f"est. speed input: {tokens_in / elapsed:.2f} toks/s, "
+                        f"output: {tokens_out / elapsed:.2f} toks/s",
+                        refresh=False,
+                    )
+                    bar.update()
+
+    def _step(self) -> list[OutputBuilder]:
+        """One step of the engine, wherever its tokens belong; returns the requests that finished with it."""
+        finished = []
+        with _interrupts_held():
+            for delta in self._engine.step():
+                builder = self._open.get(delta.request_id)
+                if builder is None:  # dropped, or ended by a stop string, and now the engine says so too
+                    continue
+                if delta.error:
+                    log.warning(
+                        "prompt %s ends with %s: %s", delta.request_id, delta.finish_reason, delta.error.message
+                    )
+                    builder.fail(delta)  # the rest of the list goes on
+                elif builder.push(delta).stopped:
+                    self._engine.cancel(delta.request_id, delta.index)
+                if builder.output.finished:
+                    finished.append(self._open.pop(delta.request_id))
+        return finished
+
+    def _drop(self, builders: list[OutputBuilder]) -> None:
+        """Cancels what is left of these requests."""
+        for builder in builders:
+            self._open.pop(builder.request.request_id, None)
+            self._engine.cancel(builder.request.request_id)
+        while not self._open and self._engine.has_work():
+            self._step()
+
+    # ------------------------------------------------------------------------------------------------ beam search
+
+    def _beam_search(self, prompt: Prompt, params: BeamSearchParams) -> BeamSearch:
+        whole = SamplingParams(max_tokens=params.max_tokens, ignore_eos=params.ignore_eos)
+        request = self._frontend.make_request("", as_prompt(prompt), whole)  # only to be checked and resolved
+        return BeamSearch(request.prompt_token_ids, params, request.stop_ids)
+
+    def _extend(self, searches: list[BeamSearch]) -> None:
+        """Takes every beam of these searches one token further."""
+        beams = [(beam.tokens, search.step_params()) for search in searches for beam in search.beams]
+        builders = self._submit([(tokens, False) for tokens, _ in beams], [p for _, p in beams], False, None)
+        outputs = iter(self._finish(builders, use_tqdm=False))
+        for search in searches:
+            steps = [next(outputs).outputs[0] for _ in search.beams]
+            if bad := next((step.finish_reason for step in steps if not step.logprobs), None):
+                raise EngineError(f"the beam search cannot go on: a step ended with finish_reason {bad}")
+            search.advance([step.logprobs[0] for step in steps if step.logprobs])
+
+    def _searched(self, search: BeamSearch) -> BeamSearchOutput:
+        for sequence in search.ended:
+            sequence.text = self.get_tokenizer().decode(sequence.tokens, skip_special_tokens=False)
+        return BeamSearchOutput(search.ended)
 
 
 @contextlib.contextmanager
@@ -171,30 +302,15 @@ def _interrupts_held() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _end_with_error(output: RequestOutput, delta: SequenceDelta) -> None:
-    """A timeout or a failure of one sequence: it says so, and the rest of the list goes on."""
-    log.warning(
-        "prompt %s ends with %s: %s", output.request_id, delta.finish_reason, delta.error and delta.error.message
-    )
-    output.outputs[delta.index].finish_reason = delta.finish_reason
-    output.finished = all(one.finished() for one in output.outputs)
-
-
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)) or prompts and isinstance(prompts[0], int):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _prompt(prompt: Prompt) -> str | list[int]:
-    if isinstance(prompt, Mapping):
-        known = [k for k in ("prompt_token_ids", "prompt") if k in prompt]
-        if len(prompt) != 1 or not known:
-            raise RequestError(
-                f"a prompt dict holds exactly one of prompt, prompt_token_ids; got {sorted(prompt)}", param="prompt"
-            )
-        prompt = prompt[known[0]]
-    return prompt if isinstance(prompt, str) else cast("list[int]", list(prompt))
+def _texts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | list[int], bool]]:
+    """Each prompt, to which special tokens are to be added."""
+    return [(as_prompt(prompt), True) for prompt in _as_list(prompts)]
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

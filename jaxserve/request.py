@@ -3,7 +3,7 @@
 SamplingParams   how to turn logits into tokens; every knob is declared once here
 Request          one accepted prompt with its resolved params, as the engine sees it
 SequenceDelta    what one step added to one sequence of a request
-RequestOutput    the whole answer, as the offline API returns it
+RequestOutput    the answer, or a part of it, as the offline API returns it
 EngineClient     the seam: submit a request, iterate its deltas
 """
 
@@ -11,6 +11,7 @@ import math
 import reprlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any, Protocol
 
 from jaxserve.errors import ErrorInfo, RequestError
@@ -35,6 +36,14 @@ def knob(default: Any, doc: str, **limits: Any) -> Any:
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+class RequestOutputKind(Enum):
+    """What each RequestOutput of a stream (AsyncLLM) holds. LLM returns one per prompt: all three are equal there."""
+
+    CUMULATIVE = 0  # all so far
+    DELTA = 1  # what came since the one before
+    FINAL_ONLY = 2  # all, once it is finished
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,6 +119,9 @@ class SamplingParams:
     detokenize: bool = knob(True, "produce text, not only token ids", http=False)
     skip_special_tokens: bool = knob(True, "leave special tokens out of the text")
     structured_outputs: StructuredOutputsParams | None = knob(None, "what the output must be", http=False)
+    output_kind: RequestOutputKind = knob(
+        RequestOutputKind.CUMULATIVE, "what each output of a stream holds", http=False
+    )
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -305,8 +317,18 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestStats:
+    """When things happened to a request, in seconds of time.monotonic(); None: not yet."""
+
+    arrival_s: float
+    queue_s: float = 0.0  # how long it waited before its first launch
+    first_token_s: float | None = None  # of any of the n
+    finished_s: float | None = None
+
+
+@dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt: `outputs` has n entries, ordered by index."""
+    """The answer to one prompt: `outputs` has n entries, ordered by index (DELTA: the one that has grown)."""
 
     request_id: str
     prompt: str | None
@@ -315,6 +337,7 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    metrics: RequestStats | None = None
 
 
 @dataclass(slots=True)

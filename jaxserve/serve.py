@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ServeConfig
-from jaxserve.engine_process import EngineProcess
+from jaxserve.engine_process import EngineProcess, start_engine
 from jaxserve.errors import ConfigError
 from jaxserve.frontend import Frontend
 from jaxserve.http.app import serve as serve_http
@@ -69,17 +69,8 @@ async def _start(config: ServeConfig) -> tuple[EngineProcess, Frontend]:
     """A warm engine and its front end. If it fails or is cancelled, no engine is left."""
     started = time.monotonic()
     checkpoint = await asyncio.to_thread(Checkpoint.open, config)  # before the engine: only one downloads
-    defaults = checkpoint.sampling_defaults(config)
     _check_port(config)
-    engine = await EngineProcess.start(config)
-    try:
-        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
-        await engine.ready()
-        frontend = Frontend(tokenizer, engine.client.info, defaults)
-        await engine.client.use_vocabulary(frontend.vocabulary())
-    except BaseException:
-        await engine.stop()
-        raise
+    engine, frontend = await start_engine(config, checkpoint)
     if engine.client.info.device == "cpu":
         _yield_to_the_engine()
     log.info("ready after %.1f s", time.monotonic() - started)

@@ -31,6 +31,7 @@ FLOORS: dict[str, int] = {
     "sampling_inputs": 1,
     "state": 1,
     "tokenizer": 1,
+    "beam_search": 2,
     "frontend": 2,
     "grammar": 2,
     "models": 2,
@@ -51,6 +52,7 @@ FLOORS: dict[str, int] = {
     "engine": 6,
     "engine_process": 7,
     "llm": 7,
+    "async_llm": 8,
     "bench": 8,
     "collect_env": 8,
     "repl": 8,
@@ -62,6 +64,8 @@ FLOORS: dict[str, int] = {
 # Their tests run in milliseconds, and an HTTP process starts without an accelerator stack.
 WITHOUT_JAX = (
     "api_client",
+    "async_llm",
+    "beam_search",
     "chat",
     "checkpoint",
     "cli",
