@@ -3,12 +3,15 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, RequestOutputKind, SamplingParams
 from jaxserve.errors import RequestError
+from jaxserve.request import SequenceDelta
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -55,6 +58,102 @@ def test_an_interrupt_leaves_an_llm_that_works(llm):
     assert llm.get_metrics().running == 0 and llm.get_metrics().pages_used == 0
     again = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert len(again[0].outputs[0].token_ids) == 4
+
+
+def params(max_tokens: int, **more) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **more)
+
+
+def test_enqueued_results_come_in_the_order_of_submission_and_once(llm):
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    lengths = [30, 2, 9]
+    alone = [llm.generate(p, params(n), use_tqdm=False)[0].outputs for p, n in zip(prompts, lengths, strict=True)]
+    ids = llm.enqueue(prompts[:2], [params(n) for n in lengths[:2]])
+    (now,) = llm.generate([prompts[2]], params(2), use_tqdm=False)  # goes past them, and takes none of them along
+    assert len(now.outputs[0].token_ids) == 2 and now.request_id not in ids
+    ids += llm.enqueue({"prompt_token_ids": prompts[2]}, params(9), use_tqdm=False)
+    outputs = llm.wait_for_completion()
+    assert [o.request_id for o in outputs] == ids and len(set(ids)) == 3
+    assert [o.outputs for o in outputs] == alone
+    assert llm.wait_for_completion() == [] and not llm._engine.has_work()
+
+
+def test_enqueued_chats_are_chats(llm):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    talks = [[{"role": "user", "content": text}] for text in ("1", "22")]
+    answers = llm.chat(talks, params(3), chat_template=template, use_tqdm=False)
+    ids = llm.enqueue_chat(talks, params(3), chat_template=template, use_tqdm=False)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [o.request_id for o in outputs] == ids
+    assert [(o.prompt, o.outputs) for o in outputs] == [(a.prompt, a.outputs) for a in answers]
+    assert outputs[1].prompt == "user: 22"
+
+
+def test_a_bad_prompt_enqueues_nothing(llm):
+    with pytest.raises(RequestError, match="vocabulary"):
+        llm.enqueue([[5, 6], [5, 10**6]])
+    assert llm.wait_for_completion() == []
+
+
+def test_an_interrupt_of_one_call_leaves_what_was_enqueued_before(llm):
+    (alone,) = llm.generate([[5, 6, 7]], params(100), use_tqdm=False)
+    llm.enqueue([[5, 6, 7]], params(100), use_tqdm=False)
+    interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(1000):
+            llm.generate([[8, 9]] * 4, params(1), use_tqdm=False)
+    (output,) = llm.wait_for_completion(use_tqdm=False)
+    assert output.outputs == alone.outputs
+    assert llm.get_metrics().running == 0 and llm.get_metrics().pages_used == 0
+
+
+def test_a_sequence_that_fails_ends_its_request_and_no_other(llm, monkeypatch):
+    step = llm._engine.step
+
+    def failing() -> list[SequenceDelta]:
+        deltas = step()
+        for delta in deltas:
+            if delta.request_id == failed and delta.index == 0 and delta.finish_reason:
+                delta.finish_reason, delta.error = "error", RequestError("on fire").info()
+        return deltas
+
+    monkeypatch.setattr(llm._engine, "step", failing)
+    two = SamplingParams(n=2, seed=1, max_tokens=5, ignore_eos=True)
+    failed, _ = llm.enqueue([[5, 6, 7], [8, 9]], two, use_tqdm=False)
+    bad, good = llm.wait_for_completion(use_tqdm=False)
+    assert [one.finish_reason for one in bad.outputs] == ["error", "length"] and bad.finished
+    assert [one.finish_reason for one in good.outputs] == ["length", "length"] and good.finished
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_a_list_gets_whole_answers_whatever_the_output_kind(llm, kind):
+    whole = llm.generate([[5, 6, 7], [8, 9]], params(6), use_tqdm=False)
+    outputs = llm.generate([[5, 6, 7], [8, 9]], params(6, output_kind=kind), use_tqdm=False)
+    assert [o.outputs for o in outputs] == [o.outputs for o in whole]
+
+
+def test_an_output_kind_is_one_of_the_three():
+    with pytest.raises(RequestError, match="output_kind must be RequestOutputKind, got 1"):
+        SamplingParams(output_kind=1)
+
+
+def test_the_times_of_a_request(llm):
+    before = time.monotonic()
+    outputs = llm.generate([[5, 6, 7]] * 12, params(20), use_tqdm=False)  # more than run together
+    after = time.monotonic()
+    for output in outputs:
+        stats = output.metrics
+        assert before <= stats.arrival_s <= stats.arrival_s + stats.queue_s <= stats.first_token_s
+        assert stats.first_token_s < stats.finished_s <= after
+    assert outputs[-1].metrics.queue_s > outputs[0].metrics.queue_s
+
+
+def test_numpy_prompts_are_token_ids(llm):
+    (plain,), (numpy,) = (llm.generate(p, params(3), use_tqdm=False) for p in ([[5, 6]], [np.array([5, 6])]))
+    assert plain.outputs == numpy.outputs and all(type(i) is int for i in numpy.prompt_token_ids)
+    with pytest.raises(RequestError, match="must be a text or token ids"):
+        llm.generate([[5, "6"]], use_tqdm=False)
 
 
 def test_unknown_options_are_named():
