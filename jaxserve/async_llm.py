@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -64,10 +64,10 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput]:
         """Completes one prompt; yields what there is of it as it grows, as sampling_params.output_kind says.
 
-        Closing the iterator early cancels the request; a loop that is left by `break` closes it. request_id: for
+        Closing the iterator early cancels the request; so does leaving a loop over it by `break`. request_id: for
         abort(); no two live requests may have the same. Raises RequestError, and later what ends the request.
         """
         client, frontend = await self._started()

@@ -176,7 +176,7 @@ class SocketClient:
             self._reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
-        self.die(EngineDead("the server is shutting down"))
+        self.die(EngineDead("the engine is being shut down"))
         self._socket.close()
 
 

@@ -365,17 +365,18 @@ class OutputBuilder(RequestText):
         kind = self.request.params.output_kind
         if not shown or kind is RequestOutputKind.FINAL_ONLY and not self.output.finished:
             return None
-        outputs = self.output.outputs
         if kind is RequestOutputKind.DELTA:
-            one, count = outputs[shown.index], len(shown.token_ids)
-            logprobs = one.logprobs if one.logprobs is None else one.logprobs[len(one.logprobs) - count :]
-            outputs = [replace(one, text=shown.text, token_ids=shown.token_ids, logprobs=logprobs)]
+            one = self.output.outputs[shown.index]
+            outputs = [replace(_since(one, len(one.token_ids) - len(shown.token_ids)), text=shown.text)]
         else:
-            outputs = [
-                replace(one, token_ids=one.token_ids.copy(), logprobs=one.logprobs and one.logprobs.copy())
-                for one in outputs
-            ]
+            outputs = [_since(one, 0) for one in self.output.outputs]
         return replace(self.output, outputs=outputs, metrics=replace(self._stats))
+
+
+def _since(one: CompletionOutput, start: int) -> CompletionOutput:
+    """A copy with the tokens from number `start` on: the original grows."""
+    logprobs = None if one.logprobs is None else one.logprobs[start:]
+    return replace(one, token_ids=one.token_ids[start:], logprobs=logprobs)
 
 
 def as_prompt(prompt: Prompt) -> str | list[int]:

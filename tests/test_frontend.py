@@ -6,7 +6,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, QueueFull, RequestError
 from jaxserve.frontend import Frontend
-from jaxserve.request import EngineInfo, SamplingParams, SequenceDelta, TokenLogprobs
+from jaxserve.request import EngineInfo, RequestOutputKind, SamplingParams, SequenceDelta, TokenLogprobs
 from jaxserve.tokenizer import Tokenizer
 
 VOCAB = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
@@ -144,6 +144,35 @@ def test_an_output_grows(frontend):
     assert two.logprobs[0][a].rank == 2 and two.logprobs[0][9].rank == 1
     assert output.prompt_logprobs[0] is None and list(output.prompt_logprobs[1]) == [5, 9]
     assert (builder.num_tokens, output.prompt, output.prompt_token_ids) == (4, "ab", request.prompt_token_ids)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_what_a_stream_yields(frontend, kind):
+    params = SamplingParams(n=2, logprobs=1, output_kind=kind)
+    builder = frontend.output_builder(frontend.make_request("r", "ab", params))
+    a, b = ids(frontend, "ab")
+    half = [ids(frontend, "é")[0]]
+    deltas = [
+        SequenceDelta("r", -1),
+        SequenceDelta("r", 0, [a], [entry(a)]),
+        SequenceDelta("r", 1, half, [entry(half[0])]),
+        SequenceDelta("r", 0, [b], [entry(b)], finish_reason="length"),
+        SequenceDelta("r", 1, finish_reason="abort"),
+    ]
+    outputs = [output for delta in deltas if (output := builder.news(builder.push(delta)))]
+    texts = [[(one.index, one.text) for one in output.outputs] for output in outputs]
+    assert (
+        texts
+        == {
+            RequestOutputKind.CUMULATIVE: [[(0, "a"), (1, "")], [(0, "ab"), (1, "")], [(0, "ab"), (1, "\ufffd")]],
+            RequestOutputKind.DELTA: [[(0, "a")], [(0, "b")], [(1, "\ufffd")]],
+            RequestOutputKind.FINAL_ONLY: [[(0, "ab"), (1, "\ufffd")]],
+        }[kind]
+    )
+    assert all(len(one.token_ids) == len(one.logprobs) for output in outputs for one in output.outputs)
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].outputs[-1].token_ids == half and outputs[-1].outputs[-1].finish_reason == "abort"
+    assert [output.metrics.finished_s is not None for output in outputs] == [o.finished for o in outputs]
 
 
 def test_without_logprobs_there_are_none(frontend):
