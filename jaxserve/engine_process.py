@@ -216,7 +216,7 @@ class EngineProcess:
         """Starts the engine; returns at once. `await ready()` then waits until it is warm."""
         directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))  # mode 0700: nobody else can connect
         address = f"ipc://{directory}/engine.sock"
-        process = await asyncio.create_subprocess_exec(
+        starting = asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "jaxserve.engine_process",
@@ -226,10 +226,14 @@ class EngineProcess:
             preexec_fn=os.setpgrp,
             env=engine_environment(),
         )
+        try:
+            process = await starting
+        except BaseException:  # if it was cancelled, asyncio has ended the process
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         assert process.stdin is not None
         options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
         process.stdin.write(msgspec.json.encode({"address": address, "config": options}) + b"\n")
-        await process.stdin.drain()
         return cls(process, SocketClient(address), directory)
 
     async def ready(self) -> None:

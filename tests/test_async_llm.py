@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -212,7 +213,8 @@ async def test_from_config_a_full_queue_and_a_dead_engine(options):
         await llm.get_tokenizer()
 
 
-async def test_shut_down_while_it_starts_leaves_no_engine(options):
+async def test_shut_down_while_it_starts_leaves_no_engine(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     llm = AsyncLLM(**options)
     asked = [asyncio.create_task(collect(llm.generate([5, 6], LONG))) for _ in range(2)]
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
@@ -224,6 +226,7 @@ async def test_shut_down_while_it_starts_leaves_no_engine(options):
         with pytest.raises(EngineDead, match="shut down"):
             await task
     assert set(children.read_text().split()) <= before
+    assert not list(tmp_path.iterdir()), "the socket's directory is left"
     await AsyncLLM(**options).shutdown()  # never started
 
 
