@@ -351,8 +351,9 @@ class OutputBuilder(RequestText):
         self._end(output, shown.finish_reason, shown.stop_reason)
 
     def fail(self, delta: SequenceDelta) -> None:
-        """Ends one sequence with the delta's error, where the others and the rest of a list go on."""
-        self._end(self.output.outputs[delta.index], delta.finish_reason, None)
+        """Ends one sequence, or all of a refused request, with the delta's error; the rest of a list goes on."""
+        for output in self.output.outputs if delta.index < 0 else [self.output.outputs[delta.index]]:
+            self._end(output, delta.finish_reason, None)
 
     def _end(self, output: CompletionOutput, finish_reason: str | None, stop_reason: int | str | None) -> None:
         output.finish_reason, output.stop_reason = finish_reason, stop_reason
