@@ -91,6 +91,8 @@ class Engine:
             device=device.device_kind,
             dtype=choices["dtype"],
             scheduling_policy=config.scheduling_policy,
+            hidden_size=model_config.hidden_size,
+            matryoshka=bool(checkpoint.config.get("is_matryoshka") or checkpoint.config.get("matryoshka_dimensions")),
         )
         self._scheduler = Scheduler(
             num_pages=self._runner.pool.num_pages,

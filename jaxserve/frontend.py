@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, cast
 
+import numpy as np
+
 from jaxserve import chat, structured
 from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
@@ -29,6 +31,7 @@ from jaxserve.request import (
     SamplingParams,
     SequenceDelta,
     TokenLogprobs,
+    check_limits,
     short,
 )
 from jaxserve.tokenizer import Tokenizer, Vocabulary
@@ -142,6 +145,24 @@ class Frontend:
             arrival_s=arrival_s,
             deadline_s=arrival_s + timeout_s if timeout_s else None,
         )
+
+    def make_embedding_request(
+        self, request_id: str, prompt: str | list[int], pooling: str, dimensions: int | None = None, **options: Any
+    ) -> Request:
+        """A request for the prompt's pooled hidden states ("last" token's, or the "mean" of all), and for no tokens.
+
+        `options`: those of make_request. Raises RequestError.
+        """
+        check_limits("dimensions", dimensions, int | None, {"ge": 1, "le": self.info.hidden_size})
+        if dimensions not in (None, self.info.hidden_size) and not self.info.matryoshka:
+            raise RequestError(
+                f"dimensions needs a model that was trained for it (its config says so with is_matryoshka); this one"
+                f" gives {self.info.hidden_size} numbers, got {dimensions}",
+                param="dimensions",
+            )
+        request = self.make_request(request_id, prompt, SamplingParams(temperature=0, max_tokens=1), **options)
+        request.pooling = pooling
+        return request
 
     def text(self, request: Request) -> "RequestText":
         """What turns the request's deltas into text."""
@@ -270,6 +291,7 @@ class RequestText:
         self.cached_tokens = 0
         self.queue_s = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._embedding = b""
 
     @property
     def finished(self) -> bool:
@@ -295,9 +317,16 @@ class RequestText:
         self.queue_s = max(self.queue_s, delta.queue_s)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        if delta.embedding is not None:
+            self._embedding = delta.embedding
         if delta.index < 0:
             return TextDelta(delta.index)
         return self.sequences[delta.index].push(delta)
+
+    def embedding(self, dimensions: int | None = None) -> np.ndarray:
+        """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None."""
+        vector = np.frombuffer(self._embedding, "<f4")[:dimensions]
+        return vector / np.maximum(np.linalg.norm(vector), 1e-12)
 
     def prompt_text(self) -> tuple[str, list[int]]:
         """The prompt as text and where each token begins in it, without a half character at the end."""

@@ -18,7 +18,15 @@ from jaxserve.config import EngineConfig, offline_config
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineError, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
-from jaxserve.request import EngineStats, RequestOutput, SamplingParams, check_limits
+from jaxserve.request import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    EngineStats,
+    RequestOutput,
+    SamplingParams,
+    check_limits,
+    short,
+)
 from jaxserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -134,6 +142,35 @@ class LLM:
                 active = [search for search in active if not search.finished]
         return [self._searched(search) for search in searches]
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: str = "last",
+        dimensions: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of each prompt, of length 1: the hidden state of its last token, or the mean of all tokens'.
+
+        Results come in the order of the prompts. Raises RequestError, and then computes nothing, if any is bad.
+        """
+        if pooling not in ("last", "mean"):
+            raise RequestError(f"pooling must be last or mean, got {short(pooling)}", param="pooling")
+        builders = []
+        for prompt in map(as_prompt, _as_list(prompts)):
+            request = self._frontend.make_embedding_request(str(next(self._ids)), prompt, pooling, dimensions)
+            builders.append(self._frontend.output_builder(request, prompt if isinstance(prompt, str) else None))
+        self._finish(self._hand_over(builders), use_tqdm)
+        return [
+            EmbeddingRequestOutput(
+                builder.request.request_id,
+                EmbeddingOutput(builder.embedding(dimensions).tolist()),
+                builder.request.prompt_token_ids,
+                builder.output.num_cached_tokens,
+            )
+            for builder in builders
+        ]
+
     def get_tokenizer(self) -> Tokenizer:
         return self._frontend.tokenizer
 
@@ -193,6 +230,10 @@ class LLM:
                 )
                 builders.append(self._frontend.output_builder(request, prompt if isinstance(prompt, str) else None))
                 bar.update()
+        return self._hand_over(builders)
+
+    def _hand_over(self, builders: list[OutputBuilder]) -> list[OutputBuilder]:
+        """Submits requests: all of them, or none."""
         try:
             for builder in builders:
                 self._engine.submit(builder.request)

@@ -341,6 +341,22 @@ class RequestOutput:
 
 
 @dataclass(slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass(slots=True)
 class EngineInfo:
     """Fixed facts about a running engine, told to each front end when it connects."""
 
@@ -353,6 +369,8 @@ class EngineInfo:
     device: str
     dtype: str
     scheduling_policy: str = "fcfs"
+    hidden_size: int = 0  # numbers of an embedding
+    matryoshka: bool = False  # whether the first numbers of an embedding are one, too (arXiv:2205.13147)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from aiohttp import web
 
 from jaxserve.http.chat import chat_completions
 from jaxserve.http.completions import completions
+from jaxserve.http.embeddings import embeddings
 from jaxserve.http.health import health, show_version
 from jaxserve.http.metrics import metrics
 from jaxserve.http.models import model, models
@@ -12,6 +13,7 @@ from jaxserve.http.tokenize import detokenize, tokenize
 ROUTES = [
     web.post("/v1/chat/completions", chat_completions),
     web.post("/v1/completions", completions),
+    web.post("/v1/embeddings", embeddings),
     web.get("/v1/models", models),
     web.get("/v1/models/{model:.+}", model),
     web.post("/tokenize", tokenize),

@@ -18,6 +18,7 @@ from jaxserve.errors import RequestError
 from jaxserve.request import MAX_LOGPROBS, SamplingParams, check_limits, knob, short
 
 MAX_PROMPTS = 1024
+MAX_INPUTS = 2048  # texts of one call of /v1/embeddings
 COMPLETION_MAX_TOKENS = 16  # of a completion that names none
 
 # Fields of the OpenAI and vLLM APIs that are not implemented, and the values with which they ask for nothing.
@@ -206,6 +207,29 @@ class DetokenizeBody(Body):
         check_token_ids(self.tokens, "tokens")
 
 
+@dataclass(kw_only=True)
+class EmbeddingBody(Body):
+    """POST /v1/embeddings."""
+
+    input: str | list = dataclasses.field(metadata={"doc": "a text, token ids, or a list of either"})
+    encoding_format: str = knob("float", "float: numbers; base64: the bytes of little-endian float32")
+    dimensions: int | None = knob(None, "numbers to keep, of a model trained for it (Matryoshka)", ge=1)
+    pooling: str = knob("last", "last: the hidden state of the last token; mean: the mean over all tokens")
+    add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as EOS, to a text")
+    priority: int = knob(0, "lower first, under --scheduling-policy priority", ge=-(2**31), le=2**31 - 1)
+    user: str | None = knob(None, "not used")
+
+    def check(self) -> None:
+        super().check()
+        for name, known in (("encoding_format", ("float", "base64")), ("pooling", ("last", "mean"))):
+            if getattr(self, name) not in known:
+                given = short(getattr(self, name))
+                raise RequestError(f"{name} must be {' or '.join(known)}, got {given}", param=name)
+
+    def prompts(self) -> list[str | list[int]]:
+        return split_prompts(self.input, "input", MAX_INPUTS)
+
+
 class FieldSpec(NamedTuple):
     type: Any
     required: bool
@@ -302,25 +326,24 @@ def _logit_bias(raw: dict[str, Any]) -> dict[int, float]:
     return bias
 
 
-def split_prompts(prompt: str | list) -> list[str | list[int]]:
+def split_prompts(prompt: str | list, field: str = "prompt", limit: int = MAX_PROMPTS) -> list[str | list[int]]:
     """One text, one list of token ids, or a list of either -> a list of prompts."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise RequestError("prompt may not be empty", param="prompt")
+        raise RequestError(f"{field} may not be empty", param=field)
     kinds = set(map(type, prompt))
     if kinds == {int}:
         return [prompt]
     if kinds not in ({str}, {list}):
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise RequestError(
-            f"prompt must be a text, a list of token ids, or a list of either; got a list of {names}", param="prompt"
-        )
-    if len(prompt) > MAX_PROMPTS:
-        raise RequestError(f"prompt takes at most {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
+        message = f"{field} must be a text, a list of token ids, or a list of either; got a list of {names}"
+        raise RequestError(message, param=field)
+    if len(prompt) > limit:
+        raise RequestError(f"{field} takes at most {limit} entries, got {len(prompt)}", param=field)
     for i, ids in enumerate(prompt):
         if isinstance(ids, list):
-            check_token_ids(ids, f"prompt.{i}")
+            check_token_ids(ids, f"{field}.{i}")
     return prompt
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import tokenizers
 import uvloop
@@ -106,7 +107,7 @@ class FakeEngine:
         self.info = EngineInfo(
             model="fake", vocab_size=tokenizer.vocab_size, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
             page_size=16, num_pages=64, device="cpu", dtype="float32",
-            scheduling_policy="priority",
+            scheduling_policy="priority", hidden_size=4,
         )  # fmt: skip
         self.stats = EngineStats(pages_total=64)
         self.gate = asyncio.Event()
@@ -215,6 +216,11 @@ class FakeEngine:
                 delta.finish_reason = "length"
             if delta.finish_reason:
                 break
+        if request.pooling is not None:
+            ids = np.array(request.prompt_token_ids, "<f4")
+            pooled = ids[-1] if request.pooling == "last" else ids.mean()
+            delta.token_ids, delta.finish_reason = [], "length"
+            delta.embedding = np.array([pooled, 1, 0, 2], "<f4").tobytes()
         if request.params.logprobs is not None:
             delta.logprobs = [self.logprobs(t, request.params.logprobs) for t in delta.token_ids]
         return delta

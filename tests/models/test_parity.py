@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jaxserve import LLM
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
+from jaxserve.errors import RequestError
 from jaxserve.models.loading import LoadedModel, load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
 from jaxserve.pallas_kernels import reference
@@ -82,3 +84,28 @@ def test_logits_and_greedy_tokens_equal_transformers(case):
         np.testing.assert_array_equal(scores.argmax(-1)[clear], np.array(entry["ids"])[clear])
         logprobs = jax.nn.log_softmax(scores, axis=-1)[np.arange(len(entry["ids"])), entry["ids"]]
         np.testing.assert_allclose(logprobs, entry["logprobs"], atol=1e-3)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_embeddings_are_the_hidden_states_however_the_prompt_is_computed(pooling):
+    """Against the decoder without pages; the third prompt takes several chunks, the second time its pages are cached."""
+    model = load("llama")
+    decoder = nnx.merge(model.graphdef, model.params)
+    prompts = [[5], [9, 8, 7], [(7 * i) % 90 + 3 for i in range(70)]]
+    llm = LLM(
+        str(GOLDENS / "llama"), tokenizer=str(GOLDENS / "vocab" / "smollm.gguf"), dtype="float32", enforce_eager=True, kv_cache_memory_bytes=2**22, max_num_seqs=4,
+        max_num_batched_tokens=40,
+    )  # fmt: skip
+    for _ in range(2):
+        for prompt, output in zip(prompts, llm.embed(prompts, pooling=pooling, use_tqdm=False), strict=True):
+            ids = jnp.asarray(prompt)
+            hidden, _ = decoder.forward(
+                ids, jnp.arange(len(ids)), [None] * model.config.num_layers, jax.tree_util.Partial(attend_to_all)
+            )
+            wanted = np.asarray(hidden[-1] if pooling == "last" else hidden.mean(0))
+            np.testing.assert_allclose(output.outputs.embedding, wanted / np.linalg.norm(wanted), atol=2e-4)
+            assert output.prompt_token_ids == prompt
+    with pytest.raises(RequestError, match="pooling"):
+        llm.embed([5], pooling="cls")
+    with pytest.raises(RequestError, match="dimensions"):
+        llm.embed([5], dimensions=2)
