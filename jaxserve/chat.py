@@ -78,6 +78,27 @@ def _check_part(part: Any, place: str, ignore_unknown: bool) -> dict[str, str]:
     return {"type": "text", "text": part["text"]}
 
 
+def message_schema(ignore_unknown: bool) -> dict[str, Any]:
+    """JSON Schema of one message that check_messages takes."""
+    closed = {} if ignore_unknown else {"additionalProperties": False}
+    part = {
+        "type": "object",
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+        "required": ["type", "text"],
+        **closed,
+    }
+    content = {"anyOf": [{"type": "string"}, {"type": "array", "minItems": 1, "items": part}]}
+    optional = {"type": ["string", "null"]}
+    given = {"role": {"enum": list(ROLES)}, "content": content, "name": optional, "tool_call_id": optional}
+    empty = {"enum": [None, "", [], {}, False, 0]}
+    return {
+        "type": "object",
+        "properties": {name: given[name] for name in MESSAGE_FIELDS} | dict.fromkeys(UNSUPPORTED_FIELDS, empty),
+        "required": ["role", "content"],
+        **closed,
+    }
+
+
 def render(
     tokenizer: Tokenizer,
     messages: list[dict[str, Any]],

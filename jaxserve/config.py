@@ -176,6 +176,7 @@ class ServeConfig(EngineConfig):
         [], "headers that they may send; none: all", group="HTTP server", many=True, parse=parse_list
     )
     allow_credentials: bool = option(False, "let them send cookies", group="HTTP server")
+    disable_docs: bool = option(False, "serve neither /docs nor /openapi.json", group="HTTP server")
     max_body_bytes: int = option(16 * 2**20, "largest request body", group="HTTP server", parse=parse_size, ge=1024)
     ignore_unknown_fields: bool = option(
         False, "accept and drop request fields that jaxserve does not know", group="HTTP server"

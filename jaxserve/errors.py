@@ -5,6 +5,7 @@
     │   ├── Unauthorized          401 AuthenticationError
     │   ├── NotFound              404 NotFoundError
     │   ├── MethodNotAllowed      405 MethodNotAllowedError
+    │   ├── RequestTimeout        408 RequestTimeoutError    (its body did not come in time)
     │   ├── PayloadTooLarge       413 PayloadTooLargeError
     │   ├── UnsupportedMediaType  415 UnsupportedMediaTypeError
     │   └── QueueFull             429 RateLimitError         (carries Retry-After)
@@ -44,7 +45,10 @@ class ErrorInfo:
 
 
 class JaxserveError(Exception):
-    """Base of all errors raised on purpose. `param` is the field the message speaks of, if any."""
+    """The server failed.
+
+    Base of all errors raised on purpose. `param` is the field the message speaks of, if any.
+    """
 
     status = 500
     type = "InternalServerError"
@@ -67,26 +71,43 @@ class RequestError(JaxserveError, ValueError):
 
 
 class Unauthorized(RequestError):
+    """No valid API key was sent."""
+
     status = 401
     type = "AuthenticationError"
 
 
 class NotFound(RequestError):
+    """There is no such model, route or thing."""
+
     status = 404
     type = "NotFoundError"
 
 
 class MethodNotAllowed(RequestError):
+    """The route is there, but not for this method."""
+
     status = 405
     type = "MethodNotAllowedError"
 
 
+class RequestTimeout(RequestError):
+    """The request's body did not come in time."""
+
+    status = 408
+    type = "RequestTimeoutError"
+
+
 class PayloadTooLarge(RequestError):
+    """The body is larger than the server's limit."""
+
     status = 413
     type = "PayloadTooLargeError"
 
 
 class UnsupportedMediaType(RequestError):
+    """The body is not announced as what the route takes."""
+
     status = 415
     type = "UnsupportedMediaTypeError"
 
@@ -104,11 +125,15 @@ class EngineError(JaxserveError):
 
 
 class EngineDead(JaxserveError):
+    """The engine has ended, and with it the server will."""
+
     status = 503
     type = "ServiceUnavailableError"
 
 
 class DeadlineExceeded(JaxserveError):
+    """The request took longer than the server's time limit."""
+
     status = 504
     type = "TimeoutError"
 
@@ -128,6 +153,7 @@ _BY_STATUS = {
         Unauthorized,
         NotFound,
         MethodNotAllowed,
+        RequestTimeout,
         PayloadTooLarge,
         UnsupportedMediaType,
         QueueFull,

@@ -37,7 +37,6 @@ from jaxserve.request import (
 from jaxserve.tokenizer import Tokenizer, Vocabulary
 
 DEFAULTS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
-MAX_STOP_CHARS = 4096  # of one stop string
 MIN_LOGPROB = -9999.0  # what is sent for minus infinity, which JSON cannot say
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # as the offline API takes one
@@ -67,6 +66,11 @@ class Frontend:
     def vocabulary(self) -> Vocabulary:
         """What the engine compiles grammars for."""
         return Vocabulary(self.tokenizer.to_json(), self.eos_ids)
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Sampling defaults of the model."""
+        return self._defaults
 
     def default_params(self) -> SamplingParams:
         """SamplingParams with the model's own defaults."""
@@ -125,7 +129,6 @@ class Frontend:
                 f"priority needs a server with --scheduling-policy priority, got {priority}", param="priority"
             )
         params.check_vocab(vocab_size)
-        self._check_stops(params)
         if params.structured_outputs:
             if grammar is not None:
                 raise RequestError("structured outputs and a forced tool call exclude each other", param="tool_choice")
@@ -249,14 +252,6 @@ class Frontend:
         ids = [*(() if params.ignore_eos else self.eos_ids), *(params.stop_token_ids or ())]
         assert len(ids) <= MAX_STOP_IDS, "the limits of eos_ids and stop_token_ids add up to it"
         return list(dict.fromkeys(ids))
-
-    @staticmethod
-    def _check_stops(params: SamplingParams) -> None:
-        for i, stop in enumerate(params.stop or ()):
-            if len(stop) > MAX_STOP_CHARS:
-                raise RequestError(
-                    f"stop[{i}] must have at most {MAX_STOP_CHARS} characters, got {len(stop)}", param="stop"
-                )
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
         """The word's tokens at the beginning of a text and after a space."""

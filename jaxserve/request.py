@@ -8,6 +8,7 @@ EngineClient     the seam: submit a request, iterate its deltas
 """
 
 import math
+import operator
 import reprlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, fields
@@ -24,13 +25,21 @@ MAX_BAD_WORD_TOKENS = 16  # tokens of one bad word
 MAX_STOP_STRINGS = 4
 MAX_CHOICES = 10_000  # of structured_outputs.choice
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+MAX_STOP_CHARS = 4096  # of one stop string
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 
 
 def knob(default: Any, doc: str, **limits: Any) -> Any:
-    """Declares one sampling knob: default, doc, and `ge`, `gt`, `le`, `lt` limits; `http=False` keeps it offline only.
+    """Declares one field of a request: default, doc and limits, from which checks and the API's schema derive.
 
-    `pack="f32"` or `"i32"` sends the value to the device with every step of the sequence, in declaration order.
+    ge, gt, le, lt         of a number
+    min_items, max_items   of a list or an object
+    min_length, max_length of a text, in characters
+    items                  the limits of each item of a list, also of one given without its list
+    token_ids=True         holds token ids: they must be of the vocabulary
+    context=True           counts tokens of output, of which the model's context is the limit
+    http=False             keeps a sampling knob offline only
+    pack="f32" or "i32"    sends it to the device with every step of the sequence, in declaration order
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -55,9 +64,11 @@ class StructuredOutputsParams:
 
     json: str | dict | None = knob(None, "a value of this JSON schema")
     regex: str | None = knob(None, "a text that this regular expression (Rust's syntax) matches as a whole")
-    choice: list[str] | None = knob(None, "one of these texts")
+    choice: list[str] | None = knob(
+        None, "one of these texts", min_items=1, max_items=MAX_CHOICES, items={"min_length": 1}
+    )
     grammar: str | None = knob(None, "a text of this grammar: Lark, or EBNF in llama.cpp's form (GBNF)")
-    json_object: bool | None = knob(None, "true: any JSON object")
+    json_object: bool | None = knob(None, "true: any JSON object", schema={"enum": [True, None]})
     structural_tag: str | dict | None = knob(None, "free text, in which what follows a trigger has a schema")
     disable_any_whitespace: bool = knob(False, "no white space between the tokens of JSON")
     disable_additional_properties: bool = knob(False, "objects have only the properties that the schema names")
@@ -74,12 +85,6 @@ class StructuredOutputsParams:
             )
         if self.json_object is False:
             raise RequestError("structured_outputs.json_object may only be true", param="structured_outputs")
-        if self.choice is not None:
-            place, size = "structured_outputs.choice", len(self.choice)
-            if not 0 < size <= MAX_CHOICES:
-                raise RequestError(f"{place} takes 1 to {MAX_CHOICES} texts, got {size}", param=place)
-            if not all(self.choice):
-                raise RequestError(f"{place} may not contain an empty string", param=place)
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             message = "structured_outputs takes whitespace_pattern or disable_any_whitespace, not both"
             raise RequestError(message, param="structured_outputs")
@@ -97,8 +102,8 @@ class SamplingParams:
     """
 
     n: int = knob(1, "sequences to generate for the prompt", ge=1, le=128)
-    max_tokens: int | None = knob(16, "tokens to generate at most; None: up to the context limit", ge=1)
-    min_tokens: int = knob(0, "tokens before EOS, stop ids and stop strings count", ge=0)
+    max_tokens: int | None = knob(16, "tokens to generate at most; None: up to the context limit", ge=1, context=True)
+    min_tokens: int = knob(0, "tokens before EOS, stop ids and stop strings count", ge=0, context=True)
     temperature: float = knob(1.0, "0 is greedy", ge=0, le=2, pack="f32")
     top_p: float = knob(1.0, "smallest set of tokens whose probabilities add up to this", gt=0, le=1, pack="f32")
     top_k: int = knob(0, "most likely tokens considered; 0 or -1: all", ge=-1, pack="i32")
@@ -106,12 +111,25 @@ class SamplingParams:
     presence_penalty: float = knob(0.0, "subtracted once from tokens already generated", ge=-2, le=2, pack="f32")
     frequency_penalty: float = knob(0.0, "subtracted per earlier generation of the token", ge=-2, le=2, pack="f32")
     repetition_penalty: float = knob(1.0, "divides logits of tokens in prompt or output", gt=0, le=100, pack="f32")
-    logit_bias: dict[int, float] | None = knob(None, "added to the logits of these token ids, clamped to +-100")
-    allowed_token_ids: list[int] | None = knob(None, "the only token ids that may be generated")
-    bad_words: list[str] | None = knob(None, "strings that may not be generated")
+    logit_bias: dict[int, float] | None = knob(
+        None, "added to the logits of these token ids, clamped to +-100", max_items=MAX_LOGIT_BIAS, token_ids=True
+    )
+    allowed_token_ids: list[int] | None = knob(
+        None, "the only token ids that may be generated", min_items=1, items={"ge": 0}, token_ids=True
+    )
+    bad_words: list[str] | None = knob(
+        None, "strings that may not be generated", max_items=MAX_BAD_WORDS, items={"min_length": 1}
+    )
     seed: int | None = knob(None, "same seed, same text; None or -1: drawn by the engine", ge=-1, le=2**63 - 1)
-    stop: list[str] | str | None = knob(None, "strings that end the generation")
-    stop_token_ids: list[int] | None = knob(None, "token ids that end the generation")
+    stop: list[str] | str | None = knob(
+        None,
+        "strings that end the generation",
+        max_items=MAX_STOP_STRINGS,
+        items={"min_length": 1, "max_length": MAX_STOP_CHARS},
+    )
+    stop_token_ids: list[int] | None = knob(
+        None, "token ids that end the generation", max_items=MAX_STOP_IDS - 8, items={"ge": 0}, token_ids=True
+    )
     ignore_eos: bool = knob(False, "go on after an end-of-sequence token")
     include_stop_str_in_output: bool = knob(False, "keep the stop string in the text")
     logprobs: int | None = knob(None, "candidates per generated token, beside the sampled one", ge=0, le=MAX_LOGPROBS)
@@ -131,7 +149,9 @@ class SamplingParams:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(dict.fromkeys(self.stop_token_ids or []))
         self.bad_words = list(self.bad_words or [])
-        self._check_lists()
+        self._clamp_bias()
+        if self.stop and not self.detokenize:
+            raise RequestError("stop needs detokenize=True", param="stop")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
@@ -139,30 +159,12 @@ class SamplingParams:
         if self.greedy and self.n > 1:
             raise RequestError(f"n must be 1 with greedy sampling (temperature 0), got {self.n}", param="n")
 
-    def _check_lists(self) -> None:
-        for name, limit in (
-            ("stop", MAX_STOP_STRINGS),
-            ("bad_words", MAX_BAD_WORDS),
-            ("logit_bias", MAX_LOGIT_BIAS),
-            ("stop_token_ids", MAX_STOP_IDS - 8),
-        ):
-            if (size := len(getattr(self, name) or ())) > limit:
-                raise RequestError(f"{name} takes at most {limit} entries, got {size}", param=name)
-        for name in ("stop", "bad_words"):
-            if any(not s for s in getattr(self, name)):
-                raise RequestError(f"{name} may not contain an empty string", param=name)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids may not be empty", param="allowed_token_ids")
-        for name in ("allowed_token_ids", "stop_token_ids"):
-            if bad := [i for i in getattr(self, name) or () if i < 0]:
-                raise RequestError(f"{name} must be token ids (0 or more), got {bad[0]}", param=name)
+    def _clamp_bias(self) -> None:
         if self.logit_bias:
             for token_id, bias in self.logit_bias.items():
                 if not math.isfinite(bias):
                     raise RequestError(f"logit_bias[{token_id}] must be finite, got {bias}", param="logit_bias")
             self.logit_bias = {i: min(max(b, -100.0), 100.0) for i, b in self.logit_bias.items()}
-        if self.stop and not self.detokenize:
-            raise RequestError("stop needs detokenize=True", param="stop")
 
     @property
     def greedy(self) -> bool:
@@ -170,7 +172,7 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raises RequestError if a token id named by a knob is outside the vocabulary."""
-        for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
+        for name in (f.name for f in fields(self) if f.metadata.get("token_ids")):
             if bad := [i for i in getattr(self, name) or () if not 0 <= i < vocab_size]:
                 raise RequestError(
                     f"{name}: token id {bad[0]} is outside the vocabulary (0 to {vocab_size - 1})", param=name
@@ -185,8 +187,16 @@ def type_names(annotation: Any) -> tuple[type, ...]:
     return tuple(t for a in args for t in type_names(a))
 
 
+_COMPARISONS = (
+    ("ge", "at least", operator.ge),
+    ("gt", "greater than", operator.gt),
+    ("le", "at most", operator.le),
+    ("lt", "less than", operator.lt),
+)
+
+
 def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
-    """Raises RequestError unless `value` has the annotated type and lies within `ge`, `gt`, `le`, `lt`."""
+    """Raises RequestError unless `value` has the annotated type and lies within the limits, as knob() declares them."""
     types = type_names(annotation)
     if value is None and type(None) in types:
         return
@@ -200,19 +210,16 @@ def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
     if not fits:
         wanted = " or ".join(t.__name__ for t in types if t is not type(None))
         raise RequestError(f"{name} must be {wanted}, got {short(value)}", param=name)
-    if isinstance(value, list):
-        _check_items(name, value, annotation)
-    if is_number:
-        if isinstance(value, int | float) and float in types and not _is_finite(value):
+    if isinstance(value, (int, float)):
+        if float in types and not _is_finite(value):
             raise RequestError(f"{name} must be finite, got {short(value)}", param=name)
-        for key, sign, holds in (
-            ("ge", "at least", lambda v, x: v >= x),
-            ("gt", "greater than", lambda v, x: v > x),
-            ("le", "at most", lambda v, x: v <= x),
-            ("lt", "less than", lambda v, x: v < x),
-        ):
-            if key in limits and not holds(value, limits[key]):
-                raise RequestError(f"{name} must be {sign} {limits[key]}, got {short(value)}", param=name)
+        _check_number(name, name, value, limits)
+    elif isinstance(value, (list, dict)):
+        _check_size(name, value, limits)
+        if isinstance(value, list):
+            _check_items(name, value, annotation, limits.get("items", {}))
+    elif isinstance(value, str):
+        _check_text(name, name, value, limits if list not in types else limits.get("items", {}))
 
 
 def _is_finite(value: int | float) -> bool:
@@ -222,18 +229,45 @@ def _is_finite(value: int | float) -> bool:
         return False
 
 
-def _check_items(name: str, value: list, annotation: Any) -> None:
-    item = next(
-        (
-            a.__args__[0]
-            for a in (annotation, *getattr(annotation, "__args__", ()))
-            if getattr(a, "__origin__", 0) is list
-        ),
-        None,
-    )
+def _check_number(name: str, place: str, value: int | float, limits: Any) -> None:
+    for key, sign, holds in _COMPARISONS:
+        if key in limits and not holds(value, limits[key]):
+            raise RequestError(f"{place} must be {sign} {limits[key]}, got {short(value)}", param=name)
+
+
+def _check_size(name: str, value: list | dict, limits: Any) -> None:
+    least, most, size = limits.get("min_items", 0), limits.get("max_items", len(value)), len(value)
+    if size < least:
+        raise RequestError(f"{name} may not be empty" if least == 1 else f"{name} needs {least} entries", param=name)
+    if size > most:
+        raise RequestError(f"{name} takes at most {most} entries, got {size}", param=name)
+
+
+def _check_text(name: str, place: str, value: str, limits: Any) -> None:
+    if not value and limits.get("min_length"):
+        raise RequestError(f"{place} may not be an empty string", param=name)
+    if (most := limits.get("max_length")) is not None and len(value) > most:
+        raise RequestError(f"{place} must have at most {most} characters, got {len(value)}", param=name)
+
+
+def _check_items(name: str, value: list, annotation: Any, limits: Any) -> None:
+    item = item_type(annotation)
+    if item is None:
+        return
     for i, v in enumerate(value):
-        if item is not None and (not isinstance(v, item) or isinstance(v, bool)):
+        if not isinstance(v, item) or isinstance(v, bool):
             raise RequestError(f"{name}[{i}] must be {item.__name__}, got {short(v)}", param=name)
+        if limits:
+            (_check_text if item is str else _check_number)(name, f"{name}[{i}]", v, limits)
+
+
+def item_type(annotation: Any) -> type | None:
+    """The X of `list[X]` in an annotation such as `list[X] | None`."""
+    for each in (annotation, *getattr(annotation, "__args__", ())):
+        if getattr(each, "__origin__", None) is list:
+            item = each.__args__[0]
+            return getattr(item, "__origin__", item)
+    return None
 
 
 def short(value: Any, limit: int = 60) -> str:

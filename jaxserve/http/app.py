@@ -18,7 +18,7 @@ from jaxserve.http.cors import Cors
 from jaxserve.http.errors import error_middleware
 from jaxserve.http.metrics import traffic_log
 from jaxserve.http.request_id import add_request_id
-from jaxserve.http.routes import ROUTES
+from jaxserve.http.routes import DOC_ROUTES, ROUTES
 from jaxserve.http.state import SERVER, Server
 from jaxserve.metrics import Metrics
 from jaxserve.request import EngineClient
@@ -39,7 +39,7 @@ def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> w
     if config.api_key:
         app.middlewares.append(auth_middleware(config.api_key))
     app[SERVER] = Server(frontend, client, config, Metrics(lambda: client.stats, names[0]), names)
-    app.add_routes(ROUTES)
+    app.add_routes(route for route in ROUTES if not (config.disable_docs and route in DOC_ROUTES))
     app.on_response_prepare.append(add_request_id)
     app.cleanup_ctx.append(traffic_log)
     app.on_cleanup.append(_close_calls)

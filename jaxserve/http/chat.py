@@ -10,11 +10,11 @@ from msgspec import UNSET
 
 from jaxserve import chat
 from jaxserve.detokenize import TextDelta
-from jaxserve.errors import RequestError
 from jaxserve.frontend import RequestText
 from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, Shown, drain, off_loop, stream_answer, usage
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
+from jaxserve.http.operation import operation
 from jaxserve.http.replies import (
     ChatChoice,
     ChatChunk,
@@ -31,13 +31,15 @@ from jaxserve.http.state import SERVER, Server, read_object
 from jaxserve.request import Request, SamplingParams
 
 
+@operation(ChatBody, reply=ChatCompletion, event=ChatChunk)
 async def chat_completions(request: web.Request) -> web.StreamResponse:
+    """The next message of a conversation."""
     server, arrival_s = request.app[SERVER], time.monotonic()
     body, sampling = server.parse(ChatBody, await read_object(request))
     params = make_params(server, body, sampling)
     call_id = request[CALL_ID] = f"chatcmpl-{uuid.uuid4().hex}"
     size = LONG_TEXT_CHARS if params.structured_outputs else request.content_length or 0
-    field = _max_tokens_field(body, sampling)
+    field = _max_tokens_field(body)
     text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s))
     answer = ChatAnswer(server, call_id, body, text, "prompt_logprobs" in sampling)
     generation = Generation(server, [text])
@@ -49,19 +51,14 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 def make_params(server: Server, body: ChatBody, sampling: dict[str, Any]) -> SamplingParams:
     """The sampling params of the call: no max_tokens means the model's default, or what the context takes."""
-    if body.stream and "prompt_logprobs" in sampling:
-        raise RequestError("prompt_logprobs may not be combined with stream=true", param="prompt_logprobs")
-    if body.max_completion_tokens is not None:
-        sampling = {**sampling, "max_tokens": body.max_completion_tokens}
-    elif "max_tokens" not in sampling:
-        sampling = {**sampling, "max_tokens": server.frontend.default_max_tokens}
-    return server.frontend.params(**sampling, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    max_tokens = body.max_completion_tokens or body.max_tokens or server.frontend.default_max_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return server.frontend.params(**sampling, max_tokens=max_tokens, logprobs=logprobs)
 
 
-def _max_tokens_field(body: ChatBody, sampling: dict[str, Any]) -> str | None:
-    if body.max_completion_tokens is not None:
-        return "max_completion_tokens"
-    return "max_tokens" if sampling.get("max_tokens") is not None else None
+def _max_tokens_field(body: ChatBody) -> str | None:
+    given = (name for name in ("max_completion_tokens", "max_tokens") if getattr(body, name) is not None)
+    return next(given, None)
 
 
 def _make_request(

@@ -9,11 +9,11 @@ from aiohttp import web
 from msgspec import UNSET
 
 from jaxserve.detokenize import TextDelta
-from jaxserve.errors import RequestError
 from jaxserve.frontend import RequestText
 from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, Shown, drain, off_loop, stream_answer, usage
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
+from jaxserve.http.operation import operation
 from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
 from jaxserve.http.request_id import CALL_ID
 from jaxserve.http.schema import COMPLETION_MAX_TOKENS, CompletionBody
@@ -22,14 +22,16 @@ from jaxserve.http.state import SERVER, Server, read_object
 from jaxserve.request import Request, SamplingParams
 
 
+@operation(CompletionBody, reply=Completion, event=Completion)
 async def completions(request: web.Request) -> web.StreamResponse:
+    """What comes after a text, or after several."""
     server, arrival_s = request.app[SERVER], time.monotonic()
     body, sampling = server.parse(CompletionBody, await read_object(request))
-    score_only = body.echo and sampling.get("max_tokens") == 0
+    score_only = body.max_tokens == 0
     params = make_params(server, body, sampling, score_only)
     prompts = body.prompts()
     call_id = request[CALL_ID] = f"cmpl-{uuid.uuid4().hex}"
-    field = "max_tokens" if "max_tokens" in sampling else None
+    field = "max_tokens" if body.max_tokens is not None else None
     size_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     size_chars += LONG_TEXT_CHARS if params.structured_outputs else 0  # a grammar takes time to check
     requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
@@ -46,16 +48,8 @@ def make_params(
     server: Server, body: CompletionBody, sampling: dict[str, Any], score_only: bool = False
 ) -> SamplingParams:
     """The sampling params of the call. `score_only` (echo without output) generates one token that is not shown."""
-    sampling = {"max_tokens": COMPLETION_MAX_TOKENS, **sampling}
-    if body.stream and "prompt_logprobs" in sampling:
-        raise RequestError("prompt_logprobs may not be combined with stream=true", param="prompt_logprobs")
-    if score_only:
-        if sampling.get("min_tokens"):
-            raise RequestError("min_tokens must be 0 with max_tokens=0", param="min_tokens")
-        sampling["max_tokens"] = 1
-    elif sampling["max_tokens"] == 0:
-        raise RequestError("max_tokens must be at least 1 (0 needs echo=true), got 0", param="max_tokens")
-    params = server.frontend.params(**sampling)
+    max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    params = server.frontend.params(**sampling, max_tokens=1 if score_only else max_tokens)
     if body.echo and params.logprobs is not None:
         params.prompt_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
     return params

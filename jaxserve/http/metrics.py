@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from jaxserve.http.operation import operation
 from jaxserve.http.state import SERVER
 from jaxserve.metrics import LOG_PERIOD_S, TrafficLog
 
 log = logging.getLogger(__name__)
 
 
+@operation(reply=str, content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
+    """Counters, gauges and histograms for Prometheus."""
     body = request.app[SERVER].metrics.text()
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 

@@ -5,6 +5,21 @@ from typing import Any
 from msgspec import UNSET, Struct, UnsetType
 
 
+class ErrorDetail(Struct):
+    """What went wrong: `param` names the field, `code` is the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorReply(Struct):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
 class PromptTokensDetails(Struct):
     cached_tokens: int
 
@@ -172,3 +187,13 @@ class Tokens(Struct):
     max_model_len: int
     tokens: list[int]
     token_strs: list[str] | None = None
+
+
+class Text(Struct):
+    """The answer of /detokenize."""
+
+    prompt: str
+
+
+class Version(Struct):
+    version: str

@@ -4,12 +4,18 @@ from aiohttp import web
 
 from jaxserve.http.chat import chat_completions
 from jaxserve.http.completions import completions
+from jaxserve.http.docs import docs
 from jaxserve.http.embeddings import embeddings
 from jaxserve.http.health import health, show_version
 from jaxserve.http.metrics import metrics
 from jaxserve.http.models import model, models
+from jaxserve.http.openapi import openapi
 from jaxserve.http.tokenize import detokenize, tokenize
 
+DOC_ROUTES = [  # left out with --disable-docs
+    web.get("/openapi.json", openapi),
+    web.get("/docs", docs),
+]
 ROUTES = [
     web.post("/v1/chat/completions", chat_completions),
     web.post("/v1/completions", completions),
@@ -23,4 +29,5 @@ ROUTES = [
     web.post("/ping", health),
     web.get("/version", show_version),
     web.get("/metrics", metrics),
+    *DOC_ROUTES,
 ]

@@ -1,7 +1,8 @@
 """Request bodies: bytes -> a typed body, or one RequestError that names field, limit and value.
 
 Sampling fields are those of SamplingParams (name, type, limits: declared there, once); the classes below add what only
-HTTP has. Checked in this order: JSON, names and types of fields, the model (404), values. null means the default.
+HTTP has. Checked in this order: JSON, names and types of fields, the model (404), values, conflicts of fields. null
+means the default. json_schema.py turns the same declarations into what /openapi.json says.
 """
 
 import dataclasses
@@ -9,16 +10,27 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
 from jaxserve import structured
+from jaxserve.chat import RESERVED_KWARGS, message_schema
 from jaxserve.errors import RequestError
-from jaxserve.request import MAX_LOGPROBS, SamplingParams, check_limits, knob, short
+from jaxserve.request import (
+    GREEDY_BELOW,
+    MAX_LOGPROBS,
+    SamplingParams,
+    StructuredOutputsParams,
+    check_limits,
+    knob,
+    short,
+)
 
 MAX_PROMPTS = 1024
 MAX_INPUTS = 2048  # texts of one call of /v1/embeddings
+ENCODING_FORMATS = ("float", "base64")
+POOLINGS = ("last", "mean")
 COMPLETION_MAX_TOKENS = 16  # of a completion that names none
 
 # Fields of the OpenAI and vLLM APIs that are not implemented, and the values with which they ask for nothing.
@@ -72,11 +84,84 @@ UNSUPPORTED: dict[str, tuple] = {
 }
 
 
+# What structured.from_request takes; whether schemas, regexes and grammars are good is told by their compilers.
+RESPONSE_FORMAT: dict[str, Any] = {
+    "anyOf": [
+        {"type": "null"},
+        {
+            "type": "object",
+            "properties": {"type": {"enum": ["text", "json_object"]}},
+            "required": ["type"],
+            "additionalProperties": {"type": "null"},
+        },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "json_schema"},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": {"type": "string"},
+                        "description": {"type": ["string", "null"]},
+                        "strict": {"type": ["boolean", "null"]},
+                        "schema": {"type": "object"},
+                    },
+                    "required": ["name", "schema"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "json_schema"],
+            "additionalProperties": {"type": "null"},
+        },
+        {"type": "object", "properties": {"type": {"const": "structural_tag"}}, "required": ["type"]},
+    ]
+}
+
+
+class Facts(NamedTuple):
+    """What only a running server knows of the values that fields may have."""
+
+    model_names: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    has_priorities: bool
+    hidden_size: int
+    matryoshka: bool
+    ignore_unknown: bool
+    defaults: Mapping[str, Any]  # of sampling fields, from the model
+
+    @property
+    def token_id(self) -> dict[str, Any]:
+        return {"type": "integer", "minimum": 0, "maximum": self.vocab_size - 1}
+
+
+class Conflict(NamedTuple):
+    """Two fields that may not both have a value within these limits (those of knob(), or `const`; {} is any value).
+
+    A field that is absent has its default. The first one is blamed.
+    """
+
+    field: str
+    limits: Mapping[str, Any]
+    other: str
+    other_limits: Mapping[str, Any]
+
+
 @dataclass(kw_only=True)
 class Body:
-    """Fields of every body."""
+    """Fields of every body. `conflicts` of a class come beside those of its bases.
 
-    model: str | None = knob(None, "name of the model; absent or empty: the one served")
+    Metadata of fields beside that of knob(): `schema`, JSON Schema that replaces what type and limits say, if need be
+    a function of the server's Facts; `like`, a dataclass whose fields an object has; `example`, a value to show.
+    """
+
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()
+
+    model: str | None = knob(
+        None,
+        "name of the model; absent or empty: the one served",
+        schema=lambda facts: {"enum": [*facts.model_names, "", None]},
+    )
 
     def check(self) -> None:
         """Checks values. Raises RequestError."""
@@ -84,15 +169,47 @@ class Body:
             check_limits(f.name, getattr(self, f.name), f.type, f.metadata)
 
 
+def priority_field() -> Any:
+    return knob(
+        0,
+        "lower first, under --scheduling-policy priority",
+        ge=-(2**31),
+        le=2**31 - 1,
+        schema=lambda facts: {} if facts.has_priorities else {"enum": [0, None]},
+    )
+
+
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+
+
 @dataclass(kw_only=True)
 class GenerateBody(Body):
     """Fields of every body that asks for generated text."""
 
+    conflicts = (
+        Conflict("stream_options", {}, "stream", {"const": False}),
+        Conflict("prompt_logprobs", {}, "stream", {"const": True}),
+        Conflict("n", {"ge": 2}, "temperature", {"lt": GREEDY_BELOW}),
+    )
+
     stream: bool = knob(False, "send the answer in pieces, as server-sent events")
-    stream_options: dict | None = knob(None, "include_usage, continuous_usage_stats")
-    priority: int = knob(0, "lower first, under --scheduling-policy priority", ge=-(2**31), le=2**31 - 1)
-    response_format: dict | None = knob(None, "what the output must be, as OpenAI says it: type and json_schema")
-    structured_outputs: dict | None = knob(None, "what the output must be: one of json, regex, choice, grammar, ...")
+    stream_options: dict | None = knob(
+        None,
+        "include_usage: the usage in a last event; continuous_usage_stats: the usage so far in every event",
+        schema={
+            "type": ["object", "null"],
+            "properties": {name: {"type": ["boolean", "null"]} for name in STREAM_OPTIONS[:2]}
+            | {name: {"enum": [False, None]} for name in STREAM_OPTIONS[2:]},
+            "additionalProperties": False,
+        },
+    )
+    priority: int = priority_field()
+    response_format: dict | None = knob(
+        None, "what the output must be, as OpenAI says it: type and json_schema", schema=RESPONSE_FORMAT
+    )
+    structured_outputs: dict | None = knob(
+        None, "what the output must be: one of json, regex, choice, grammar, ...", like=StructuredOutputsParams
+    )
     return_token_ids: bool = knob(False, "also send the ids of the prompt's and the output's tokens")
     return_tokens_as_token_ids: bool = knob(False, "name tokens as token_id:N in logprobs")
     # OpenAI fields that ask for nothing of us.
@@ -105,16 +222,12 @@ class GenerateBody(Body):
 
     def check(self) -> None:
         super().check()
-        if self.stream_options is None:
-            return
-        if not self.stream:
-            raise RequestError("stream_options may only be given with stream=true", param="stream_options")
-        for name, value in self.stream_options.items():
-            if name not in ("include_usage", "continuous_usage_stats", "include_obfuscation"):
+        for name, value in (self.stream_options or {}).items():
+            if name not in STREAM_OPTIONS:
                 raise RequestError(f"unknown field {short(name)} in stream_options", param="stream_options")
             if not isinstance(value, bool | None):
                 raise RequestError(f"stream_options.{name} must be bool, got {short(value)}", param="stream_options")
-        if self.stream_options.get("include_obfuscation"):
+        if (self.stream_options or {}).get("include_obfuscation"):
             raise RequestError("stream_options.include_obfuscation is not supported yet", param="stream_options")
 
     @property
@@ -134,11 +247,36 @@ class GenerateBody(Body):
         return bool((self.stream_options or {}).get("continuous_usage_stats"))
 
 
+def _prompt_schema(facts: Facts, limit: int = MAX_PROMPTS) -> dict[str, Any]:
+    """The four forms of split_prompts()."""
+    text = {"type": "string", "minLength": 1}
+    ids = {"type": "array", "minItems": 1, "maxItems": facts.max_model_len - 1, "items": facts.token_id}
+    several = {"type": "array", "minItems": 1, "maxItems": limit}
+    return {"anyOf": [text, ids, several | {"items": text}, several | {"items": ids}]}
+
+
 @dataclass(kw_only=True)
 class CompletionBody(GenerateBody):
     """POST /v1/completions."""
 
-    prompt: str | list = dataclasses.field(metadata={"doc": "a text, token ids, or a list of either"})
+    conflicts = (
+        Conflict("max_tokens", {"le": 0}, "echo", {"const": False}),
+        Conflict("min_tokens", {"ge": 1}, "max_tokens", {"const": 0}),
+    )
+
+    prompt: str | list = dataclasses.field(
+        metadata={
+            "doc": "a text, token ids, or a list of either",
+            "schema": _prompt_schema,
+            "example": "The capital of France is",
+        }
+    )
+    max_tokens: int | None = knob(
+        None,
+        f"tokens to generate at most; absent: {COMPLETION_MAX_TOKENS}; 0, with echo: only score the prompt",
+        ge=0,
+        context=True,
+    )
     echo: bool = knob(False, "begin the output with the prompt")
     add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as BOS, to a text")
 
@@ -146,16 +284,29 @@ class CompletionBody(GenerateBody):
         return split_prompts(self.prompt)
 
 
+MESSAGES = {
+    "doc": "the conversation",
+    "schema": lambda facts: {"type": "array", "minItems": 1, "items": message_schema(facts.ignore_unknown)},
+    "example": [{"role": "user", "content": "Say hello in French."}],
+}
+
+
 @dataclass(kw_only=True)
 class TemplateBody(Body):
     """Fields of a body that holds a conversation."""
 
-    messages: list = dataclasses.field(metadata={"doc": "the conversation"})
+    conflicts = (Conflict("continue_final_message", {"const": True}, "add_generation_prompt", {"const": True}),)
+
+    messages: list = dataclasses.field(metadata=MESSAGES)
     add_special_tokens: bool = knob(False, "let the tokenizer add special tokens to those of the template")
     add_generation_prompt: bool = knob(True, "end the prompt with the beginning of an assistant message")
     continue_final_message: bool = knob(False, "let the model go on with the last message")
-    chat_template: str | None = knob(None, "refused: only the server may choose the template")
-    chat_template_kwargs: dict | None = knob(None, "more arguments of the template")
+    chat_template: str | None = knob(None, "refused: only the server may choose the template", schema={"type": "null"})
+    chat_template_kwargs: dict | None = knob(
+        None,
+        "more arguments of the template",
+        schema={"type": ["object", "null"], "propertyNames": {"not": {"enum": sorted(RESERVED_KWARGS)}}},
+    )
 
     def check(self) -> None:
         super().check()
@@ -170,21 +321,23 @@ class TemplateBody(Body):
 class ChatBody(GenerateBody, TemplateBody):
     """POST /v1/chat/completions."""
 
-    max_completion_tokens: int | None = knob(None, "tokens to generate at most; wins over max_tokens", ge=1)
+    conflicts = (Conflict("top_logprobs", {"ge": 1}, "logprobs", {"const": False}),)
+
+    max_tokens: int | None = knob(
+        None, "tokens to generate at most; absent: the model's default, or what the context takes", ge=1, context=True
+    )
+    max_completion_tokens: int | None = knob(
+        None, "tokens to generate at most; wins over max_tokens", ge=1, context=True
+    )
     logprobs: bool = knob(False, "send the logprob of each token")
     top_logprobs: int | None = knob(None, "likeliest tokens per position; needs logprobs", ge=0, le=MAX_LOGPROBS)
-
-    def check(self) -> None:
-        super().check()
-        if self.top_logprobs and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs=true", param="top_logprobs")
 
 
 @dataclass(kw_only=True)
 class TokenizeBody(Body):
     """POST /tokenize with a text."""
 
-    prompt: str = dataclasses.field(metadata={"doc": "the text"})
+    prompt: str = dataclasses.field(metadata={"doc": "the text", "example": "Hello, world"})
     add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as BOS, to a text")
     return_token_strs: bool = knob(False, "also send each token as text")
 
@@ -200,7 +353,13 @@ class TokenizeChatBody(TemplateBody):
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    tokens: list = dataclasses.field(metadata={"doc": "token ids"})
+    tokens: list = dataclasses.field(
+        metadata={
+            "doc": "token ids",
+            "schema": lambda facts: {"type": "array", "items": facts.token_id},
+            "example": [1, 2, 3],
+        }
+    )
 
     def check(self) -> None:
         super().check()
@@ -211,17 +370,38 @@ class DetokenizeBody(Body):
 class EmbeddingBody(Body):
     """POST /v1/embeddings."""
 
-    input: str | list = dataclasses.field(metadata={"doc": "a text, token ids, or a list of either"})
-    encoding_format: str = knob("float", "float: numbers; base64: the bytes of little-endian float32")
-    dimensions: int | None = knob(None, "numbers to keep, of a model trained for it (Matryoshka)", ge=1)
-    pooling: str = knob("last", "last: the hidden state of the last token; mean: the mean over all tokens")
+    input: str | list = dataclasses.field(
+        metadata={
+            "doc": "a text, token ids, or a list of either",
+            "schema": lambda facts: _prompt_schema(facts, MAX_INPUTS),
+            "example": "Hello, world",
+        }
+    )
+    encoding_format: str = knob(
+        "float",
+        "float: numbers; base64: the bytes of little-endian float32",
+        schema={"enum": [*ENCODING_FORMATS, None]},
+    )
+    dimensions: int | None = knob(
+        None,
+        "numbers to keep, of a model trained for it (Matryoshka)",
+        ge=1,
+        schema=lambda facts: {"type": ["integer", "null"], "minimum": 1, "maximum": facts.hidden_size}
+        if facts.matryoshka
+        else {"enum": [facts.hidden_size, None]},
+    )
+    pooling: str = knob(
+        "last",
+        "last: the hidden state of the last token; mean: the mean over all tokens",
+        schema={"enum": [*POOLINGS, None]},
+    )
     add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as EOS, to a text")
-    priority: int = knob(0, "lower first, under --scheduling-policy priority", ge=-(2**31), le=2**31 - 1)
+    priority: int = priority_field()
     user: str | None = knob(None, "not used")
 
     def check(self) -> None:
         super().check()
-        for name, known in (("encoding_format", ("float", "base64")), ("pooling", ("last", "mean"))):
+        for name, known in (("encoding_format", ENCODING_FORMATS), ("pooling", POOLINGS)):
             if getattr(self, name) not in known:
                 given = short(getattr(self, name))
                 raise RequestError(f"{name} must be {' or '.join(known)}, got {given}", param=name)
@@ -234,6 +414,8 @@ class FieldSpec(NamedTuple):
     type: Any
     required: bool
     sampling: bool  # belongs to SamplingParams
+    default: Any
+    metadata: Mapping[str, Any]
 
 
 @cache
@@ -242,20 +424,35 @@ def field_specs(cls: type[Body]) -> Mapping[str, FieldSpec]:
     specs = {}
     if issubclass(cls, GenerateBody):
         specs = {
-            f.name: FieldSpec(f.type, False, True)
+            f.name: FieldSpec(f.type, False, True, f.default, f.metadata)
             for f in dataclasses.fields(SamplingParams)
             if f.metadata.get("http", True)
         }
     for f in dataclasses.fields(cls):
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        specs[f.name] = FieldSpec(f.type, required, False)
+        specs[f.name] = FieldSpec(f.type, required, False, None if required else f.default, f.metadata)
     return specs
+
+
+@cache
+def conflicts(cls: type[Body]) -> tuple[Conflict, ...]:
+    """Those of the class and its bases."""
+    return tuple(conflict for base in cls.__mro__ for conflict in base.__dict__.get("conflicts", ()))
+
+
+def _number(text: str) -> int | float:
+    """A JSON number that is not written as an integer: 5.0 is one all the same, as JSON and its Schema have it."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
+
+
+_DECODER = msgspec.json.Decoder(float_hook=_number)
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """The JSON object in a request body. Raises RequestError."""
     try:
-        raw = msgspec.json.decode(body)
+        raw = _DECODER.decode(body)
     except msgspec.MsgspecError as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
     except RecursionError:
@@ -279,6 +476,7 @@ def parse[B: Body](
     check_model(given.get("model"))
     body = cls(**{name: value for name, value in given.items() if not specs[name].sampling})
     body.check()
+    check_conflicts(cls, given)
     sampling = {name: value for name, value in given.items() if specs[name].sampling}
     if isinstance(body, GenerateBody):
         wanted = structured.from_request(body.response_format, body.structured_outputs)
@@ -286,6 +484,33 @@ def parse[B: Body](
     if "logit_bias" in sampling:
         sampling["logit_bias"] = _logit_bias(sampling["logit_bias"])
     return body, sampling
+
+
+def within(value: Any, limits: Mapping[str, Any]) -> bool:
+    """Whether a value that is of the right type, or None, is within the limits of a Conflict."""
+    if value is None:
+        return False
+    if "const" in limits:
+        return value == limits["const"]
+    try:
+        check_limits("", value, type(value), limits)
+    except RequestError:
+        return False
+    return True
+
+
+def check_conflicts(cls: type[Body], given: Mapping[str, Any]) -> None:
+    """Raises RequestError naming both fields."""
+    specs = field_specs(cls)
+    for conflict in conflicts(cls):
+        pairs = ((conflict.field, conflict.limits), (conflict.other, conflict.other_limits))
+        values = [given.get(name, specs[name].default) for name, _ in pairs]
+        if all(within(value, limits) for value, (_, limits) in zip(values, pairs, strict=True)):
+            value, other_value = (short(v).lower() if isinstance(v, bool) else short(v) for v in values)
+            raise RequestError(
+                f"{conflict.field} may not be combined with {conflict.other}={other_value}, got {value}",
+                param=conflict.field,
+            )
 
 
 def _known_fields(cls: type[Body], raw: dict[str, Any], ignore_unknown: bool) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from jaxserve import chat
 from jaxserve.detokenize import token_text
 from jaxserve.frontend import Frontend
 from jaxserve.http.generate import off_loop
-from jaxserve.http.replies import Tokens
+from jaxserve.http.operation import operation
+from jaxserve.http.replies import Text, Tokens
 from jaxserve.http.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from jaxserve.http.state import SERVER, Server, read_object
 
 
+@operation(TokenizeBody, TokenizeChatBody, reply=Tokens)
 async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
     server = request.app[SERVER]
@@ -42,12 +44,13 @@ def _tokenize(server: Server, raw: dict[str, Any]) -> Tokens:
     return Tokens(len(ids), frontend.info.max_model_len, ids, strings)
 
 
+@operation(DetokenizeBody, reply=Text)
 async def detokenize(request: web.Request) -> web.Response:
     """The text of token ids, special tokens included."""
     server = request.app[SERVER]
     body, _ = server.parse(DetokenizeBody, await read_object(request))
     text = await off_loop(len(body.tokens), _detokenize, server.frontend, body.tokens)
-    return web.json_response({"prompt": text})
+    return web.Response(body=msgspec.json.encode(Text(text)), content_type="application/json")
 
 
 def _detokenize(frontend: Frontend, ids: list[int]) -> str:

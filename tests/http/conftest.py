@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from jaxserve.config import ServeConfig
 from jaxserve.errors import EngineError, JaxserveError, QueueFull
 from jaxserve.frontend import Frontend
-from jaxserve.http.app import serve
+from jaxserve.http.app import listening, serve
 from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
 from jaxserve.tokenizer import Tokenizer
 
@@ -315,6 +317,36 @@ def start(tokenizer: Tokenizer) -> Callable[..., Any]:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def in_thread(tokenizer: Tokenizer) -> Callable[..., Any]:
+    """in_thread(max_model_len=..., **config) -> context of the URL of a server in a thread, for blocking clients."""
+
+    @contextmanager
+    def run(*, max_model_len: int = 512, **config: Any) -> Iterator[str]:
+        engine = FakeEngine(tokenizer, max_model_len=max_model_len)
+        engine.tokens_per_delta = max_model_len
+        url: Future[str] = Future()
+
+        async def main() -> None:
+            frontend = Frontend(engine.tokenizer, engine.info, {})
+            async with listening(frontend, engine, ServeConfig(port=0, **{"model": "m", **config}), grace_s=0) as at:
+                loop, stop = asyncio.get_running_loop(), asyncio.Event()
+                url.set_result(at)
+                stopping.set_result(lambda: loop.call_soon_threadsafe(stop.set))
+                await stop.wait()
+
+        stopping: Future[Callable[[], Any]] = Future()
+        thread = threading.Thread(target=uvloop.run, args=(main(),), daemon=True)
+        thread.start()
+        try:
+            yield url.result(10)
+        finally:
+            stopping.result(10)()
+            thread.join(10)
 
     return run
 

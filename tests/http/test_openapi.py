@@ -1,0 +1,428 @@
+"""/openapi.json tells the truth: what it allows is accepted, what it forbids is refused, and answers are as it says."""
+
+import base64
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from typing import Any
+
+import jsonschema
+import openapi_spec_validator
+import pytest
+import requests
+import schemathesis
+from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import Struct
+from schemathesis.specs.openapi import checks
+
+from jaxserve.config import ServeConfig
+from jaxserve.errors import EngineError
+from jaxserve.frontend import Frontend
+from jaxserve.http.app import make_app
+from jaxserve.http.json_schema import type_schema
+from jaxserve.http.openapi import document, example
+from jaxserve.http.operation import operation, operation_of
+from jaxserve.http.routes import DOC_ROUTES, ROUTES
+from jaxserve.http.schema import UNSUPPORTED, ChatBody, CompletionBody, Conflict, field_specs
+from jaxserve.request import SamplingParams, check_limits, knob
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+KEY = {"Authorization": "Bearer right"}
+WITH_BODY = [route for route in ROUTES if (said := operation_of(route.handler)) and said.body]
+POSITIVE, NEGATIVE = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+QUICK = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+# Refusals whose cause JSON Schema cannot say.
+BEYOND_SCHEMA = re.compile(
+    r"(max_tokens|max_completion_tokens|min_tokens) must be at most"  # what a prompt leaves of the context
+    r"|has \d+ tokens; the model's context"
+    r"|characters, which is too long for the model's context"
+    r"|has no tokens"
+    r"|min_tokens must be at most max_tokens"
+    r"|bad_words: .* has \d+ tokens"
+    r"|logit_bias: token id \d+ is outside the vocabulary"
+    r"|the chat template refused the messages"
+    r"|continue_final_message needs text"
+    r"|the template"
+)
+
+
+def path_of(route: web.RouteDef) -> str:
+    return re.sub(r":[^}]+}", "}", route.path)
+
+
+def name_of(route: web.RouteDef) -> str:
+    return f"{route.method} {route.path}"
+
+
+def app_of(make_engine, **config: Any) -> web.Application:
+    engine = make_engine()
+    defaults = config.pop("defaults", {})
+    return make_app(Frontend(engine.tokenizer, engine.info, defaults), engine, ServeConfig(port=0, model="m", **config))
+
+
+@pytest.fixture(scope="module")
+def url(in_thread, tokenizer):
+    with in_thread(max_model_len=64) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def guarded(in_thread):
+    with in_thread(max_model_len=64, api_key=["right"]) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def doc(url) -> dict[str, Any]:
+    return requests.get(url + "/openapi.json").json()
+
+
+def without_conflicts(doc: dict[str, Any]) -> dict[str, Any]:
+    """Generators give up on conditions across that many fields; bodies that break them are judged by the whole schema."""
+    schemas = doc["components"]["schemas"]
+    bare = {name: {k: v for k, v in schema.items() if k != "allOf"} for name, schema in schemas.items()}
+    return {**doc, "components": {**doc["components"], "schemas": bare}}
+
+
+def generator(doc: dict[str, Any], url: str, route: web.RouteDef) -> Any:
+    schema = schemathesis.openapi.from_dict(without_conflicts(doc))
+    schema.config.update(base_url=url)
+    return schema[path_of(route)][route.method]
+
+
+def validator_of(doc: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator({**schema, "components": doc["components"]})
+
+
+def body_validator(doc: dict[str, Any], route: web.RouteDef) -> jsonschema.Draft202012Validator:
+    said = doc["paths"][path_of(route)][route.method.lower()]
+    return validator_of(doc, said["requestBody"]["content"]["application/json"]["schema"])
+
+
+# -------------------------------------------------------------------------------------------------- the whole document
+
+
+@pytest.mark.parametrize("config", [{}, {"api_key": ["k"]}, {"ignore_unknown_fields": True}], ids=json.dumps)
+def test_it_is_valid_openapi(make_engine, config):
+    doc = document(app_of(make_engine, **config))
+    openapi_spec_validator.validate(doc)
+    assert set(doc["paths"]) == {path_of(route) for route in ROUTES}
+    ids = [each["operationId"] for methods in doc["paths"].values() for each in methods.values()]
+    assert len(ids) == len(set(ids)) == len(ROUTES)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=name_of)
+def test_every_route_says_what_it_does(route):
+    assert operation_of(route.handler), "say at the handler with @operation what it takes and answers"
+    assert (route.handler.__doc__ or "").strip(), "the first line of the handler's docstring is the route's summary"
+
+
+def test_every_field_has_a_doc_and_every_required_one_an_example():
+    for route in WITH_BODY:
+        for cls in operation_of(route.handler).body:
+            specs = field_specs(cls)
+            assert all(spec.metadata.get("doc") for spec in specs.values()), cls
+            assert {name for name, spec in specs.items() if spec.required} <= set(example(cls)), cls
+
+
+def test_new_fields_and_routes_appear_by_themselves(make_engine):
+    class Reply(Struct):
+        mood: str
+
+    @dataclass(kw_only=True)
+    class MoodBody(ChatBody):
+        conflicts = (Conflict("mood", {"ge": 5}, "stream", {"const": True}),)
+
+        mood: int = knob(3, "how the answer should feel", ge=1, le=9)
+
+    @operation(MoodBody, reply=Reply)
+    async def feel(request: web.Request) -> web.Response:
+        """How it feels."""
+        return web.Response()
+
+    app = app_of(make_engine)
+    app.add_routes([web.post("/feel/{whose}", feel)])
+    doc = document(app)
+    openapi_spec_validator.validate(doc)
+    said = doc["paths"]["/feel/{whose}"]["post"]
+    assert said["summary"] == "How it feels." and said["parameters"][0]["name"] == "whose"
+    schemas = doc["components"]["schemas"]
+    assert schemas["MoodBody"]["properties"]["mood"] == {
+        "description": "how the answer should feel", "type": ["integer", "null"], "minimum": 1, "maximum": 9,
+        "default": 3,
+    }  # fmt: skip
+    assert set(field_specs(ChatBody)) < set(schemas["MoodBody"]["properties"])
+    assert len(schemas["MoodBody"]["allOf"]) == len(schemas["ChatBody"]["allOf"]) + 1
+    assert schemas["Reply"]["required"] == ["mood"]
+
+
+def test_it_speaks_of_this_server(make_engine):
+    config = {"served_model_name": ["a", "b"], "defaults": {"temperature": 0, "top_k": 20}}
+    doc = document(app_of(make_engine, **config))
+    fields = doc["components"]["schemas"]["ChatBody"]["properties"]
+    assert fields["model"]["enum"] == ["a", "b", "", None]
+    assert fields["temperature"]["default"] == 0 and fields["top_k"]["default"] == 20
+    engine = make_engine()
+    assert fields["allowed_token_ids"]["items"]["maximum"] == engine.info.vocab_size - 1
+    assert fields["max_tokens"]["maximum"] == engine.info.max_model_len - 1
+    validator = validator_of(doc, {"$ref": "#/components/schemas/ChatBody"})
+    assert not validator.is_valid({"messages": USER, "n": 2}), "this model is greedy by default"
+    assert validator.is_valid({"messages": USER, "n": 2, "temperature": 1})
+    assert not validator.is_valid({"messages": USER, "nonsense": 1})
+    loose = document(app_of(make_engine, ignore_unknown_fields=True))
+    assert validator_of(loose, {"$ref": "#/components/schemas/ChatBody"}).is_valid({"messages": USER, "nonsense": 1})
+
+
+async def test_only_keyed_servers_speak_of_keys_and_their_documents_need_one(start):
+    async with start() as open_api, start(api_key=["right"]) as keyed:
+        _, doc = await open_api.call("/openapi.json", method="GET")
+        assert "security" not in doc and "401" not in json.dumps(doc["paths"])
+        for path in ("/docs", "/openapi.json"):
+            assert (await open_api.call(path, method="GET"))[0] == 200
+            await keyed.error(path, None, 401, method="GET")
+        _, doc = await keyed.call("/openapi.json", method="GET", headers=KEY)
+        assert doc["security"] == [{"key": []}] and doc["paths"]["/health"]["get"]["security"] == []
+        assert "401" in doc["paths"][TEXT]["post"]["responses"]
+        assert "Authorization: Bearer" in (await keyed.call("/docs", method="GET", headers=KEY))[1]
+
+
+async def test_documents_can_be_switched_off(start):
+    async with start(disable_docs=True) as api:
+        for route in DOC_ROUTES:
+            await api.error(route.path, None, 404, method="GET")
+        await api.ok(TEXT, {"prompt": "a"})
+
+
+# ----------------------------------------------------------------------------------------------------------- the truth
+
+
+@pytest.mark.parametrize(
+    ("route", "mode"),
+    [(route, POSITIVE) for route in ROUTES] + [(route, NEGATIVE) for route in WITH_BODY],
+    ids=lambda value: name_of(value) if isinstance(value, web.RouteDef) else value.value,
+)
+def test_answers_conform(guarded, route, mode):
+    """Status, headers, content type and body of every answer are as the document says; and none is a 5xx."""
+    doc = requests.get(guarded + "/openapi.json", headers=KEY).json()
+    case_of = generator(doc, guarded, route)
+
+    @given(case=case_of.as_strategy(generation_mode=mode))
+    @QUICK
+    def conforms(case: schemathesis.Case) -> None:
+        case.call_and_validate(headers=KEY, excluded_checks=[checks.positive_data_acceptance])
+
+    conforms()
+
+
+def agree(url: str, path: str, validator: jsonschema.Draft202012Validator, body: Any) -> int:
+    """The server takes just what the schema allows, but for causes that no schema can say. The status."""
+    response = requests.post(url + path, json=body)
+    error = None if response.ok else response.json()["error"]["message"]
+    assert response.status_code < 500, (body, error)
+    complaints = [each.message for each in validator.iter_errors(body)]
+    if error is None:
+        assert not complaints, f"accepted, but the schema says no to {body}: {complaints}"
+    elif not complaints:
+        assert BEYOND_SCHEMA.search(error), f"the schema allows {body}, but: {error}"
+    return response.status_code
+
+
+@pytest.mark.parametrize("route", WITH_BODY, ids=name_of)
+def test_bodies_that_the_schema_allows_are_accepted(url, doc, route):
+    validator, statuses = body_validator(doc, route), []
+
+    @given(case=generator(doc, url, route).as_strategy())
+    @settings(QUICK, max_examples=120)
+    def accepted(case: schemathesis.Case) -> None:
+        statuses.append(agree(url, route.path, validator, case.body))
+
+    accepted()
+    assert statuses.count(200) > len(statuses) / 4, "generated bodies are hardly ever served"
+
+
+leaves = st.none() | st.booleans() | st.integers(-2, 70) | st.floats(-3, 3) | st.sampled_from(["", "m", "5", "auto"])
+anything = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "5", "x"]), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@pytest.mark.parametrize("route", WITH_BODY, ids=name_of)
+def test_schema_and_server_agree_on_any_value_of_any_field(url, doc, route):
+    validator = body_validator(doc, route)
+    bodies = operation_of(route.handler).body
+    names = sorted({*(name for cls in bodies for name in field_specs(cls)), *UNSUPPORTED, "nonsense"})
+
+    @given(data=st.data())
+    @settings(QUICK, max_examples=150)
+    def agreed(data: st.DataObject) -> None:
+        needed = example(data.draw(st.sampled_from(bodies)))
+        agree(
+            url,
+            route.path,
+            validator,
+            needed | data.draw(st.dictionaries(st.sampled_from(names), anything, max_size=2)),
+        )
+
+    agreed()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(path, name) for path, cls in ((CHAT, ChatBody), (TEXT, CompletionBody)) for name in sorted(field_specs(cls))],
+)
+def test_schema_and_server_agree_at_the_limits(url, doc, path, name):
+    """Each limit, one below and one above it; the shortest and the longest list and text."""
+    schema = doc["components"]["schemas"]["ChatBody" if path == CHAT else "CompletionBody"]["properties"][name]
+    (route,) = (route for route in ROUTES if route.path == path)
+    validator = body_validator(doc, route)
+    needed = {"prompt": "hi"} if path == TEXT else {"messages": USER}
+    statuses = {agree(url, path, validator, {**needed, name: value}) for value in edges(schema)}
+    assert {200, 400} <= statuses, "whatever the value, it is all the same"
+
+
+def edges(schema: dict[str, Any]) -> list[Any]:
+    """Values around the limits that a schema names, and one of every type."""
+    values: list[Any] = [None, True, False, 1, 1.5, "a", [], {}, [1], ["a"], {"1": 1}]
+    for each in schema.get("anyOf", [schema]):
+        for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if key in each:
+                values += [each[key] - 1, each[key], each[key] + 1]
+        items = each.get("items", {})
+        item = "x" if items.get("type") == "string" else 1
+        for key in ("minItems", "maxItems"):
+            if key in each:
+                values += [[item] * max(each[key] + i, 0) for i in (-1, 0, 1)]
+        for key in ("minLength", "maxLength"):
+            if key in items:
+                values += [["x" * max(items[key] + i, 0)] for i in (-1, 0, 1)]
+            if key in each:
+                values += ["x" * max(each[key] + i, 0) for i in (-1, 0, 1)]
+        for key in ("minimum", "maximum"):
+            if key in items:
+                values += [[items[key] - 1], [items[key]], [items[key] + 1]]
+        if "maxProperties" in each:
+            values += [{str(i).zfill(3): 1 for i in range(each["maxProperties"] + more)} for more in (0, 1)]
+        values += each.get("enum", [])
+    return values + schema.get("examples", [])
+
+
+def test_the_limits_of_sampling_are_those_of_the_offline_class():
+    """A value just outside what the schema says raises in SamplingParams too."""
+    for name, field in SamplingParams.__dataclass_fields__.items():
+        schema = type_schema(field.type, field.metadata)
+        for key, step in (("minimum", -1), ("maximum", 1)):
+            if key in schema:
+                with pytest.raises(ValueError, match=name):
+                    check_limits(name, schema[key] + step, field.type, field.metadata)
+
+
+@pytest.mark.parametrize("whole", [5, 5.0])
+async def test_a_whole_number_is_an_integer_however_it_is_written(api, whole):
+    body = {"prompt": [whole, 6], "max_tokens": whole, "stop_token_ids": [whole], "top_k": whole}
+    await api.ok(TEXT, body)
+    request = api.engine.requests[0]
+    assert repr(request.prompt_token_ids) == "[5, 6]" and repr(request.max_tokens) == "5"
+    assert await api.ok("/detokenize", {"tokens": [whole]})
+    for bad in (5.5, 1e300, -5.0):
+        await api.error(TEXT, {"prompt": "a", "max_tokens": bad})
+
+
+@pytest.mark.parametrize(("path", "body"), [(TEXT, {"prompt": "a", "logprobs": 2}), (CHAT, {"messages": USER})])
+async def test_events_conform(api, path, body):
+    _, doc = await api.call("/openapi.json", method="GET")
+    event = doc["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
+    data, done = event["properties"]["data"]["anyOf"]
+    validator = validator_of(doc, data["contentSchema"])
+    options = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    events = await api.events(path, {**body, **options})
+    api.engine.broken_at = (3, EngineError("x"))
+    events += await api.events(path, body)
+    assert "error" in events[-1] and done == {"const": "[DONE]"}
+    for each in events:
+        validator.validate(each)
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+class Page(HTMLParser):
+    """What could reach out of the page, or run in it."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+
+async def page(api, **headers: str) -> tuple[str, Any]:
+    async with api.session.get(api.url + "/docs", headers=headers) as response:
+        assert response.status == 200 and response.content_type == "text/html"
+        return await response.text(), response.headers
+
+
+async def test_the_page_lists_everything(api):
+    text, _ = await page(api)
+    _, doc = await api.call("/openapi.json", method="GET")
+    for path, methods in doc["paths"].items():
+        for method in methods:
+            assert f"<code>{method.upper()} {path}</code>" in text
+            assert f"{api.url}{path}" in text, "no call to copy"
+    for schema in doc["components"]["schemas"].values():
+        if "additionalProperties" in schema:
+            assert all(f"<code>{name}</code>" in text for name in schema["properties"])
+    assert "≥ 0, ≤ 2" in text and "&quot;stream&quot;: true" in text
+
+
+async def test_the_page_runs_nothing_and_loads_nothing(start):
+    async with start(served_model_name=["<script>alert(1)</script>", "'\"&"]) as api:
+        text, headers = await page(api)
+        found = Page(text)
+        assert not {"script", "iframe", "object", "embed", "link", "img", "form", "base"} & set(found.tags)
+        assert not [name for name, _ in found.attributes if name.startswith("on") or name in ("style", "src")]
+        links = [value for name, value in found.attributes if name == "href"]
+        assert links and all(value == "openapi.json" or value.startswith("#") for value in links)
+        style = text.split("<style>")[1].split("</style>")[0]
+        digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+        policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+        assert policy["default-src"] == "'none'" and policy["style-src"] == f"'sha256-{digest}'"
+
+
+@pytest.mark.parametrize("host", ["evil\"'><b>", "a b", "$(id)", "[::1", ""])
+async def test_a_host_that_is_none_is_not_shown(api, host):
+    text, _ = await page(api, Host=host)
+    assert "http://localhost:8000/v1/models" in text and (not host or host not in text)
+
+
+async def test_the_calls_of_the_page_work(start):
+    """Each curl command, as a shell would read it."""
+    import shlex
+    from html import unescape
+
+    async with start(api_key=["right"]) as api:
+        text, _ = await page(api, **KEY)
+        calls = re.findall(r"<pre>(.+?)</pre>", text, re.DOTALL)
+        assert len(calls) > len(ROUTES)
+        for call in calls:
+            words = [word for word in shlex.split(unescape(call).replace("\\\n", "")) if word not in ("curl", "-N")]
+            method = words[words.index("-X") + 1] if "-X" in words else "POST" if "-d" in words else "GET"
+            target = next(word for word in words if word.startswith("http")).replace("{model}", "m")
+            sent = [words[i + 1].partition(": ") for i, word in enumerate(words) if word == "-H"]
+            headers = {name: value.replace("$JAXSERVE_API_KEY", "right") for name, _, value in sent}
+            data = words[words.index("-d") + 1].encode() if "-d" in words else None
+            async with api.session.request(method, target, headers=headers, data=data) as response:
+                assert response.status == 200, (call, await response.text())
