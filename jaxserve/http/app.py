@@ -14,6 +14,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import ConfigError
 from jaxserve.frontend import Frontend
 from jaxserve.http.auth import auth_middleware
+from jaxserve.http.connection import Connection
 from jaxserve.http.cors import Cors
 from jaxserve.http.errors import error_middleware
 from jaxserve.http.metrics import traffic_log
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 8.0  # that running calls get to finish after SIGTERM: `docker stop` kills after 10 s
 ABORT_S = 5.0  # that cancelled calls then get to send their last event
-KEEPALIVE_S = 75.0
+KEEPALIVE_S = 75.0  # that a connection may idle, or take to send the headers of a request
+BACKLOG = 128  # connections that wait to be accepted
 
 
 def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> web.Application:
@@ -67,23 +69,28 @@ async def listening(
     """
     app = make_app(frontend, client, config)
     # handler_cancellation: a client that goes away cancels its handler, and so its request in the engine.
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, keepalive_timeout=KEEPALIVE_S, shutdown_timeout=ABORT_S
-    )
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=ABORT_S)
     await runner.setup()
-    site = web.TCPSite(runner, config.host, config.port)
     try:
-        await _start(site, config)
-        yield _url(config.host, runner.addresses[0][1])
-        await site.stop()
+        listener = await _listen(runner, config)
+        try:
+            yield _url(config.host, listener.sockets[0].getsockname()[1])
+        finally:
+            listener.close()
         await _finish(app[SERVER], grace_s, hurry or asyncio.Event())
     finally:
         await runner.cleanup()
 
 
-async def _start(site: web.TCPSite, config: ServeConfig) -> None:
+async def _listen(runner: web.AppRunner, config: ServeConfig) -> asyncio.Server:
+    loop, manager = asyncio.get_running_loop(), runner.server
+    assert manager is not None, "set up"
+
+    def connection() -> Connection:
+        return Connection(manager, loop=loop, access_log=None, keepalive_timeout=KEEPALIVE_S)
+
     try:
-        await site.start()
+        return await loop.create_server(connection, config.host, config.port, backlog=BACKLOG)
     except OSError as error:
         where, reason = f"{config.host}:{config.port}", error.strerror or error
         if error.errno == errno.EADDRINUSE:

@@ -44,7 +44,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        response = error_response(_http_error(request, error))
+        response = error_response(http_error(request, error))
         if "Allow" in error.headers:
             response.headers["Allow"] = error.headers["Allow"]
         return response
@@ -54,7 +54,7 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return error_response(describe(error))
 
 
-def _http_error(request: web.Request, error: web.HTTPException) -> ErrorInfo:
+def http_error(request: web.BaseRequest, error: web.HTTPException) -> ErrorInfo:
     """aiohttp's own refusals (routing, body size) in our words."""
     place = f"{request.method} {short(request.path)}"
     if isinstance(error, web.HTTPNotFound):

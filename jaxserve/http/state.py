@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from jaxserve.config import ServeConfig
-from jaxserve.errors import NotFound, PayloadTooLarge, UnsupportedMediaType
+from jaxserve.errors import NotFound, PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
 from jaxserve.frontend import Frontend
 from jaxserve.http import schema
 from jaxserve.metrics import Metrics
@@ -49,12 +49,29 @@ class Server:
 SERVER = web.AppKey("server", Server)
 
 
+BODY_TIMEOUT_S = 120.0  # that a client may take to send a body
+ENCODINGS = ("identity", "gzip", "deflate")
+
+
 async def read_object(request: web.Request) -> dict[str, Any]:
-    """The JSON object that was sent. Raises UnsupportedMediaType, PayloadTooLarge, RequestError."""
+    """The JSON object that was sent. Raises UnsupportedMediaType, PayloadTooLarge, RequestTimeout, RequestError."""
     if request.content_type != "application/json":
         given = short(request.headers.get("Content-Type", "none"))
         raise UnsupportedMediaType(f"the Content-Type must be application/json, got {given}")
+    if (encoding := request.headers.get("Content-Encoding", "identity").lower()) not in ENCODINGS:
+        raise UnsupportedMediaType(f"the Content-Encoding must be one of {', '.join(ENCODINGS)}, got {short(encoding)}")
     limit = request.client_max_size
     if (size := request.content_length or 0) > limit:
         raise PayloadTooLarge(f"the request body has {size} bytes; the limit is {limit} bytes (--max-body-bytes)")
-    return schema.decode_object(await request.read())
+    return schema.decode_object(await _read(request))
+
+
+async def _read(request: web.Request) -> bytes:
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.read()
+    except TimeoutError:
+        raise RequestTimeout(f"the request body did not arrive within {BODY_TIMEOUT_S:g} seconds") from None
+    except web.RequestPayloadError as error:
+        reason = short(" ".join(str(error.__cause__ or error).split()), 200)
+        raise RequestError(f"the request body cannot be decoded: {reason}") from None

@@ -1,6 +1,5 @@
 """Bad calls: refused before anything is sent, in one error shape, naming field, limit and value; never a leak."""
 
-import asyncio
 import json
 import logging
 
@@ -409,12 +408,3 @@ async def test_bad_calls_log_nothing(api, caplog):
         await api.error(TEXT, {"prompt": "a", "temperature": 9})
         await api.error("/nothing", None, 404)
     assert not caplog.records
-
-
-async def test_garbage_instead_of_http_does_not_hurt(api):
-    host, port = api.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"\x16\x03\x01 this is no HTTP\r\n\r\n")
-    assert b" 400 " in await reader.readline()
-    writer.close()
-    await api.ok(TEXT, {"prompt": "hi"})

@@ -49,7 +49,7 @@ BEYOND_SCHEMA = re.compile(
     r"|logit_bias: token id \d+ is outside the vocabulary"
     r"|the chat template refused the messages"
     r"|continue_final_message needs text"
-    r"|the template"
+    r"|the chat template leaves out the last message"
 )
 
 
