@@ -5,6 +5,7 @@ RequestText      the deltas of one request -> text deltas, one per engine delta
 OutputBuilder    the same, and a RequestOutput that grows with them (the offline API)
 """
 
+import logging
 import math
 import operator
 import time
@@ -36,6 +37,8 @@ from jaxserve.request import (
 )
 from jaxserve.tokenizer import Tokenizer, Vocabulary
 
+log = logging.getLogger(__name__)
+
 DEFAULTS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 MIN_LOGPROB = -9999.0  # what is sent for minus infinity, which JSON cannot say
 
@@ -52,6 +55,9 @@ class Frontend:
         defaults = {name: value for name, value in (defaults or {}).items() if value is not None}
         self._defaults = {name: defaults[name] for name in DEFAULTS_FROM_MODEL if name in defaults}
         self.default_max_tokens: int | None = defaults.get("max_new_tokens")  # of chats that name none
+        if told := {**self._defaults, **({"max_new_tokens": limit} if (limit := self.default_max_tokens) else {})}:
+            shown = ", ".join(f"{name}={value}" for name, value in told.items())
+            log.info("defaults from the model's generation_config.json: %s (--generation-config none: without)", shown)
         eos = defaults.get("eos_token_id", [])
         self.eos_ids = list(dict.fromkeys([*tokenizer.eos_token_ids, *(eos if isinstance(eos, list) else [eos])]))
         try:

@@ -304,3 +304,24 @@ def test_a_failed_step_ends_all_requests_and_the_engine_takes_no_more():
     assert not engine.has_work()
     with pytest.raises(EngineDead, match="NoneType"):
         engine.submit(request("b", [5, 6, 7], 4))
+
+
+def test_report_47_top_k_zero_draws_from_all():
+    """tpu-inference#1386: top_k=0 was taken for 1, so that sampling was greedy."""
+    engine = Engine(config_of("llama"), checks=True)
+    for top_k, expected in ((0, range(5, 21)), (-1, range(5, 21)), (1, [1])):
+        draws = [request(i, [5, 6, 7], 1, temperature=1.0, top_k=top_k, seed=i) for i in range(20)]
+        assert len({ids_of(deltas)[0] for deltas in run(engine, draws).values()}) in expected
+
+
+def test_report_17_logits_that_overflow_fail_one_request():
+    """A token whose embedding is not finite: who has it in the prompt is told, who shares the step is not touched."""
+    engine = Engine(config_of("llama"), checks=True)
+    fine = ids_of(run(engine, [request("a", [5, 6, 7], 6)])["a", 0])
+    paths, _ = jax.tree_util.tree_flatten_with_path(engine._runner._loaded.params)
+    (at,) = (i for i, (path, _) in enumerate(paths) if "embed" in jax.tree_util.keystr(path))
+    weights = engine._runner._weights
+    weights[at] = weights[at].at[9].set(np.inf)
+    deltas = run(engine, [request("good", [5, 6, 7], 6), request("bad", [5, 9, 7], 6)])
+    assert deltas["bad", 0][-1].finish_reason == "error" and not ids_of(deltas["bad", 0])
+    assert ids_of(deltas["good", 0]) == fine
