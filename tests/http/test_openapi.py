@@ -224,8 +224,10 @@ def test_answers_conform(guarded, route, mode):
 def agree(url: str, path: str, validator: jsonschema.Draft202012Validator, body: Any) -> int:
     """The server takes just what the schema allows, but for causes that no schema can say. The status."""
     response = requests.post(url + path, json=body)
-    error = None if response.ok else response.json()["error"]["message"]
+    refusal = None if response.ok else response.json()["error"]
+    error = refusal and refusal["message"]
     assert response.status_code < 500, (body, error)
+    assert refusal is None or refusal["param"], f"no field is named for {body}: {error}"
     complaints = [each.message for each in validator.iter_errors(body)]
     if error is None:
         assert not complaints, f"accepted, but the schema says no to {body}: {complaints}"
