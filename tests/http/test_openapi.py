@@ -27,7 +27,7 @@ from jaxserve.http.json_schema import type_schema
 from jaxserve.http.openapi import document, example
 from jaxserve.http.operation import operation, operation_of
 from jaxserve.http.routes import DOC_ROUTES, ROUTES
-from jaxserve.http.schema import UNSUPPORTED, ChatBody, CompletionBody, Conflict, field_specs
+from jaxserve.http.schema import UNSUPPORTED, ChatBody, CompletionBody, Conflict, conflicts, field_specs
 from jaxserve.request import SamplingParams, check_limits, knob
 
 CHAT = "/v1/chat/completions"
@@ -291,6 +291,27 @@ def test_schema_and_server_agree_at_the_limits(url, doc, path, name):
     assert {200, 400} <= statuses, "whatever the value, it is all the same"
 
 
+CONFLICTS = [
+    (path, conflict) for path, cls in ((CHAT, ChatBody), (TEXT, CompletionBody)) for conflict in conflicts(cls)
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "conflict"), CONFLICTS, ids=lambda value: "-".join(value[::2]) if isinstance(value, Conflict) else value
+)
+def test_schema_and_server_agree_on_conflicts(url, doc, path, conflict):
+    """Both fields absent, null, within and outside of the limits in which they exclude each other."""
+    (route,) = (route for route in ROUTES if route.path == path)
+    validator = body_validator(doc, route)
+    needed = {"prompt": "hi"} if path == TEXT else {"messages": USER}
+    values = [
+        [{}, *({name: value} for value in (None, True, False, 0, 1, 2, 1e-6, 1e-5, {}))]
+        for name in (conflict.field, conflict.other)
+    ]
+    bodies = [{**needed, **one, **other} for one in values[0] for other in values[1]]
+    assert {agree(url, path, validator, body) for body in bodies} == {200, 400}
+
+
 def edges(schema: dict[str, Any]) -> list[Any]:
     """Values around the limits that a schema names, and one of every type."""
     values: list[Any] = [None, True, False, 1, 1.5, "a", [], {}, [1], ["a"], {"1": 1}]
@@ -338,16 +359,32 @@ async def test_a_whole_number_is_an_integer_however_it_is_written(api, whole):
         await api.error(TEXT, {"prompt": "a", "max_tokens": bad})
 
 
-@pytest.mark.parametrize(("path", "body"), [(TEXT, {"prompt": "a", "logprobs": 2}), (CHAT, {"messages": USER})])
-async def test_events_conform(api, path, body):
+# Calls that ask for all that an answer can hold.
+FULL = [
+    (TEXT, {"prompt": ["a", "fox"], "n": 2, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True}),
+    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0}),
+    (TEXT, {"prompt": "a", "stop_token_ids": list(range(4, 50)), "max_tokens": 60}),
+    (CHAT, {"messages": USER, "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
+    (CHAT, {"messages": USER, "prompt_logprobs": 1, "stop": ["a", "e"]}),
+    ("/tokenize", {"prompt": "fox", "return_token_strs": True}),
+    ("/tokenize", {"messages": USER, "return_token_strs": True}),
+    ("/detokenize", {"tokens": [5, 6]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), FULL, ids=json.dumps)
+async def test_full_answers_conform(api, path, body):
     _, doc = await api.call("/openapi.json", method="GET")
-    event = doc["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
-    data, done = event["properties"]["data"]["anyOf"]
+    content = doc["paths"][path]["post"]["responses"]["200"]["content"]
+    validator_of(doc, content["application/json"]["schema"]).validate(await api.ok(path, body))
+    if "text/event-stream" not in content or "prompt_logprobs" in body:
+        return
+    data, done = content["text/event-stream"]["schema"]["properties"]["data"]["anyOf"]
     validator = validator_of(doc, data["contentSchema"])
-    options = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     events = await api.events(path, {**body, **options})
-    api.engine.broken_at = (3, EngineError("x"))
-    events += await api.events(path, body)
+    api.engine.broken_at = (1, EngineError("x"))
+    events += await api.events(path, {**body, "max_tokens": 9})
     assert "error" in events[-1] and done == {"const": "[DONE]"}
     for each in events:
         validator.validate(each)
