@@ -113,7 +113,7 @@ class UnsupportedMediaType(RequestError):
 
 
 class QueueFull(RequestError):
-    """The waiting queue is at its limit: try again in `retry_after_s` seconds."""
+    """The waiting queue is at its limit: try again later (Retry-After)."""
 
     status = 429
     type = "RateLimitError"

@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from aiohttp import web
 
@@ -86,8 +87,10 @@ async def _listen(runner: web.AppRunner, config: ServeConfig) -> asyncio.Server:
     loop, manager = asyncio.get_running_loop(), runner.server
     assert manager is not None, "set up"
 
+    options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEPALIVE_S}
+
     def connection() -> Connection:
-        return Connection(manager, loop=loop, access_log=None, keepalive_timeout=KEEPALIVE_S)
+        return Connection(manager, loop=loop, **options)
 
     try:
         return await loop.create_server(connection, config.host, config.port, backlog=BACKLOG)

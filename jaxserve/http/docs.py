@@ -92,9 +92,11 @@ def _body(schema: dict[str, Any]) -> Iterator[str]:
     refused = {name: field for name, field in fields.items() if set(field) == {"enum"}}
     yield from _table("Fields", {name: fields[name] for name in fields if name not in refused}, required)
     if refused:
-        yield "<details><summary>Known fields that are not supported: accepted with these values only</summary><p>"
-        yield "; ".join(f"{_code(name)} {_code(_json(field['enum'])[1:-1])}" for name, field in refused.items())
+        yield "<details><summary>Known fields that are not supported: accepted with these values, or null</summary><p>"
+        yield "; ".join(f"{_code(name)} {escape(_type(field))}" for name, field in refused.items())
         yield "</p></details>"
+    if rules := schema.get("allOf"):
+        yield f"<p>Of the fields: {escape('; '.join(rule['description'] for rule in rules))}.</p>"
 
 
 def _table(title: str, fields: dict[str, dict[str, Any]], required: list[str] | tuple) -> Iterator[str]:

@@ -27,6 +27,7 @@ Schema = dict[str, Any]
 
 REFS = "#/components/schemas/{name}"
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "const": "="}
 _OPPOSITES = {"ge": "exclusiveMaximum", "gt": "maximum", "le": "exclusiveMinimum", "lt": "minimum"}
 _KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum",
              "min_length": "minLength", "max_length": "maxLength"}  # fmt: skip
@@ -35,7 +36,8 @@ _KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "
 def body_schema(cls: type[Body], facts: Facts) -> Schema:
     """The JSON objects that parse() takes for this class."""
     specs = field_specs(cls)
-    properties = {name: _field_schema(name, spec, facts) for name, spec in specs.items()}
+    needed_first = sorted(specs.items(), key=lambda item: not item[1].required)
+    properties = {name: _field_schema(name, spec, facts) for name, spec in needed_first}
     if issubclass(cls, GenerateBody | TemplateBody):
         properties |= {name: {"enum": [None, *values]} for name, values in UNSUPPORTED.items() if name not in specs}
     schema: Schema = {
@@ -70,7 +72,7 @@ def _field_schema(name: str, spec: FieldSpec, facts: Facts) -> Schema:
 
 def type_schema(annotation: Any, limits: Mapping[str, Any], *, null: bool = False) -> Schema:
     """The values of an annotated type within the limits of knob(); with `null` also null."""
-    members = getattr(annotation, "__args__", ()) if not hasattr(annotation, "__origin__") else ()
+    members = () if _origin(annotation) in (list, dict) else getattr(annotation, "__args__", ())
     kinds = [each for each in members or (annotation,) if each is not type(None)]
     lists = any(_origin(kind) is list for kind in kinds)
     schemas = [_one(kind, limits.get("items", {}) if lists and kind is str else limits) for kind in kinds]
@@ -78,6 +80,8 @@ def type_schema(annotation: Any, limits: Mapping[str, Any], *, null: bool = Fals
     if len(schemas) > 1:
         return _any([*schemas, *([{"type": "null"}] if null else [])])
     (schema,) = schemas
+    if not schema:
+        return schema
     return {**schema, "type": [schema["type"], "null"]} if null else schema
 
 
@@ -86,8 +90,10 @@ def _origin(kind: Any) -> Any:
 
 
 def _one(kind: Any, limits: Mapping[str, Any]) -> Schema:
+    if kind is Any:
+        return {}
     origin, args = _origin(kind), getattr(kind, "__args__", ())
-    size = {name: limits[key] for key in ("min_items", "max_items") if key in limits for name in [_size(key, origin)]}
+    size = {_size(key, origin): limits[key] for key in ("min_items", "max_items") if key in limits}
     if origin is list:
         return {"type": "array", **({"items": type_schema(args[0], limits.get("items", {}))} if args else {}), **size}
     if origin is dict:
@@ -102,6 +108,8 @@ def _one(kind: Any, limits: Mapping[str, Any]) -> Schema:
         properties = {f.name: {"description": f.metadata.get("doc", ""), **type_schema(f.type, f.metadata, null=True)}
                       for f in fields}  # fmt: skip
         return {"type": "object", "properties": properties, "additionalProperties": False}
+    if kind not in _NAMES:
+        raise TypeError(f"no JSON Schema for {kind}: give the field one (schema=...)")
     return {"type": _NAMES[kind], **{_KEYWORDS[key]: value for key, value in limits.items() if key in _KEYWORDS}}
 
 
@@ -112,7 +120,14 @@ def _size(key: str, origin: type) -> str:
 def _conflict_schema(conflict: Conflict, specs: Mapping[str, FieldSpec], facts: Facts) -> Schema:
     """One of the two is outside its limits. An absent field has its default, and so has null."""
     pairs = ((conflict.field, conflict.limits), (conflict.other, conflict.other_limits))
-    return {"anyOf": [_outside_schema(name, limits, specs[name], facts) for name, limits in pairs]}
+    return {
+        "description": f"not both {_words(*pairs[0])} and {_words(*pairs[1])}",
+        "anyOf": [_outside_schema(name, limits, specs[name], facts) for name, limits in pairs],
+    }
+
+
+def _words(name: str, limits: Mapping[str, Any]) -> str:
+    return " ".join([name, *(f"{_SIGNS[key]} {str(limit).lower()}" for key, limit in limits.items())])
 
 
 def _outside_schema(name: str, limits: Mapping[str, Any], spec: FieldSpec, facts: Facts) -> Schema:

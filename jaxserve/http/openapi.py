@@ -187,7 +187,7 @@ def _error_types(operations: list[Operation]) -> list[type[JaxserveError]]:
 def _error_response(cls: type[JaxserveError]) -> dict[str, Any]:
     """One response of the errors of a status."""
     response: dict[str, Any] = {
-        "description": inspect.getdoc(cls) or cls.type,
+        "description": (inspect.getdoc(cls) or cls.type).split("\n\n")[0],
         "content": {"application/json": {"schema": {"$ref": REFS.format(name=ErrorReply.__name__)}}},
     }
     if cls.retry_after_s is not None:

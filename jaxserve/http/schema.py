@@ -503,6 +503,8 @@ def check_conflicts(cls: type[Body], given: Mapping[str, Any]) -> None:
     """Raises RequestError naming both fields."""
     specs = field_specs(cls)
     for conflict in conflicts(cls):
+        if conflict.field not in given and conflict.other not in given:
+            continue  # defaults agree
         pairs = ((conflict.field, conflict.limits), (conflict.other, conflict.other_limits))
         values = [given.get(name, specs[name].default) for name, _ in pairs]
         if all(within(value, limits) for value, (_, limits) in zip(values, pairs, strict=True)):

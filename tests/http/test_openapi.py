@@ -180,6 +180,31 @@ def test_it_speaks_of_this_server(make_engine):
     assert validator_of(loose, {"$ref": "#/components/schemas/ChatBody"}).is_valid({"messages": USER, "nonsense": 1})
 
 
+@pytest.mark.parametrize(
+    ("annotation", "limits", "schema"),
+    [
+        (int | None, {"ge": 1, "lt": 5}, {"type": ["integer", "null"], "minimum": 1, "exclusiveMaximum": 5}),
+        (float, {"gt": 0}, {"type": "number", "exclusiveMinimum": 0}),
+        (str, {"max_length": 3}, {"type": "string", "maxLength": 3}),
+        (list[str], {"items": {"min_length": 1}}, {"type": "array", "items": {"type": "string", "minLength": 1}}),
+        (list, {"min_items": 1}, {"type": "array", "minItems": 1}),
+        (dict[str, float], {"max_items": 2},
+         {"type": "object", "additionalProperties": {"type": "number"}, "maxProperties": 2}),
+        (dict | None, {}, {"type": ["object", "null"]}),
+        (str | dict, {}, {"anyOf": [{"type": "string"}, {"type": "object"}]}),
+        (Any, {}, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_types_and_limits(annotation, limits, schema):
+    assert type_schema(annotation, limits) == schema
+
+
+def test_a_type_without_a_schema_is_named():
+    with pytest.raises(TypeError, match="bytes"):
+        type_schema(bytes, {})
+
+
 async def test_only_keyed_servers_speak_of_keys_and_their_documents_need_one(start):
     async with start() as open_api, start(api_key=["right"]) as keyed:
         _, doc = await open_api.call("/openapi.json", method="GET")
@@ -424,6 +449,7 @@ async def test_the_page_lists_everything(api):
     for schema in doc["components"]["schemas"].values():
         if "additionalProperties" in schema:
             assert all(f"<code>{name}</code>" in text for name in schema["properties"])
+    assert "not both top_logprobs ≥ 1 and logprobs = false" in text
     assert "≥ 0, ≤ 2" in text and "&quot;stream&quot;: true" in text
 
 
