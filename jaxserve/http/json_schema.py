@@ -22,6 +22,7 @@ from jaxserve.http.schema import (
     field_specs,
     within,
 )
+from jaxserve.request import STRUCTURED_KINDS
 
 Schema = dict[str, Any]
 
@@ -61,6 +62,8 @@ def _field_schema(name: str, spec: FieldSpec, facts: Facts) -> Schema:
     own: Any = limits.get("schema", {})
     if callable(own):
         own = own(facts)
+    if "like" in limits:
+        own = {"anyOf": [{"type": "null"}, _like(limits["like"])]}
     schema = {"description": limits.get("doc", ""), **(own or type_schema(spec.type, limits, null=not spec.required))}
     default = facts.defaults.get(name, spec.default)
     if not spec.required and default is not dataclasses.MISSING:
@@ -85,6 +88,17 @@ def type_schema(annotation: Any, limits: Mapping[str, Any], *, null: bool = Fals
     return {**schema, "type": [schema["type"], "null"]} if null else schema
 
 
+def _like(cls: type) -> Schema:
+    """An object with the fields of a dataclass. Exactly one of its kinds is given."""
+    properties = {
+        f.name: {"description": f.metadata["doc"]}
+        | (f.metadata.get("schema") or type_schema(f.type, f.metadata, null=True))
+        for f in dataclasses.fields(cls)
+    }
+    given = [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in STRUCTURED_KINDS]
+    return {"type": "object", "properties": properties, "additionalProperties": False, "oneOf": given}
+
+
 def _origin(kind: Any) -> Any:
     return getattr(kind, "__origin__", kind)
 
@@ -103,11 +117,6 @@ def _one(kind: Any, limits: Mapping[str, Any]) -> Schema:
         if args and args[1] is not Any:
             schema["additionalProperties"] = type_schema(args[1], {})
         return schema
-    if dataclasses.is_dataclass(kind):
-        fields = dataclasses.fields(kind)
-        properties = {f.name: {"description": f.metadata.get("doc", ""), **type_schema(f.type, f.metadata, null=True)}
-                      for f in fields}  # fmt: skip
-        return {"type": "object", "properties": properties, "additionalProperties": False}
     if kind not in _NAMES:
         raise TypeError(f"no JSON Schema for {kind}: give the field one (schema=...)")
     return {"type": _NAMES[kind], **{_KEYWORDS[key]: value for key, value in limits.items() if key in _KEYWORDS}}

@@ -87,6 +87,8 @@ def facts_of(server: Server) -> Facts:
         model_names=tuple(server.model_names),
         vocab_size=info.vocab_size,
         max_model_len=info.max_model_len,
+        hidden_size=info.hidden_size,
+        matryoshka=info.matryoshka,
         has_priorities=info.scheduling_policy == "priority",
         ignore_unknown=server.config.ignore_unknown_fields,
         defaults=frontend.defaults,

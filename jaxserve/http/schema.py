@@ -386,9 +386,11 @@ class EmbeddingBody(Body):
         None,
         "numbers to keep, of a model trained for it (Matryoshka)",
         ge=1,
-        schema=lambda facts: {"type": ["integer", "null"], "minimum": 1, "maximum": facts.hidden_size}
-        if facts.matryoshka
-        else {"enum": [facts.hidden_size, None]},
+        schema=lambda facts: (
+            {"type": ["integer", "null"], "minimum": 1, "maximum": facts.hidden_size}
+            if facts.matryoshka
+            else {"enum": [facts.hidden_size, None]}
+        ),
     )
     pooling: str = knob(
         "last",
