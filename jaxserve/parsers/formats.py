@@ -34,9 +34,10 @@ REASONING_FORMATS: dict[str, Thinking | None] = {
     "openai": None,  # harmony reads it together with calls
     "qwen3": Thinking(("<think>",), ("</think>",)),
 }
-# What only the templates of one format contain, all of it.
+# What the templates of a format contain, all of it.
 _TOOL_SIGNS: dict[str, tuple[str, ...]] = {
     "deepseek_v3": ("<｜tool▁calls▁begin｜>", "```json"),
+    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
     "granite": ("<|tool_call|>", "<|start_of_role|>"),
     "hermes": ("<tool_call>", '"name"', '"arguments"'),
     "llama3_json": ("<|start_header_id|>", '"parameters": ', "tools"),
@@ -45,6 +46,7 @@ _TOOL_SIGNS: dict[str, tuple[str, ...]] = {
     "phi4_mini_json": ("functools[",),
     "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
 }
+_SHADOWED = {"deepseek_v31": "deepseek_v3", "hermes": "qwen3_coder"}  # where the signs of the second are there, too
 _REASONING_SIGNS: dict[str, tuple[str, ...]] = {
     "deepseek_r1": ("<think>", "<｜Assistant｜>"),
     "granite": ("Here is my thought process:",),
@@ -95,7 +97,7 @@ def find_formats(tools: str, reasoning: str, template: str | None) -> Formats:
 def _name(given: str, signs: dict[str, tuple[str, ...]], template: str | None) -> str | None:
     if given != "auto":
         return None if given == "none" else given
-    fitting = [name for name, texts in signs.items() if all(text in (template or "") for text in texts)]
-    if "qwen3_coder" in fitting:  # its templates show the tags of hermes, too
-        fitting = [name for name in fitting if name != "hermes"]
+    source = (template or "").replace('\\"', '"')
+    fitting = [name for name, texts in signs.items() if all(text in source for text in texts)]
+    fitting = [name for name in fitting if _SHADOWED.get(name) not in fitting]
     return fitting[0] if len(fitting) == 1 else None

@@ -9,7 +9,7 @@ import re
 
 from jaxserve.parsers.reader import Emit, Reader, Steps
 
-_NESTED = re.compile(r'["{}\[\]]')
+_FLAT = re.compile(r'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)  # whole strings, and what is no bracket
 _IN_STRING = re.compile(r'["\\]')
 _SCALAR = re.compile(r"[\w.+-]*")
 _WHOLE_ESCAPES = re.compile(r"(?:[^\\]|\\[^u]|\\u[0-9a-fA-F]{4})*", re.DOTALL)
@@ -32,7 +32,7 @@ def copy_value(reader: Reader, emit: Emit) -> Steps[bool]:
         return bool(scalar) and bool((yield from reader.peek()))
     depth = 0
     while True:
-        emit(reader.take(len(reader.find(_NESTED))))
+        emit(reader.available(_FLAT))
         match (yield from reader.peek()):
             case "":
                 return False
@@ -48,7 +48,7 @@ def copy_value(reader: Reader, emit: Emit) -> Steps[bool]:
                 if not depth:
                     return True
             case _:
-                pass  # more text, not looked at yet
+                pass  # more text has come
 
 
 def copy_string(reader: Reader, emit: Emit) -> Steps[bool]:

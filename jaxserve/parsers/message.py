@@ -67,6 +67,7 @@ class Message:
         self._delta = MessageDelta()
         self._calls = 0
         self._call: ToolCallDelta | None = None  # what the open call has for the next delta
+        self._arguments: list[str] = []  # its arguments: joined once, there may be many pieces
         self._space = ""  # white space that is content, unless a call comes next
         self._fresh = False  # nothing but white space since a call, or since the reasoning
         self._gap = ""  # white space before a call, which parts the text before it from one after it
@@ -78,8 +79,14 @@ class Message:
         if finished:
             self._delta.content += "" if self._fresh else self._space
             self._space = ""
-        delta, self._delta, self._call = self._delta, MessageDelta(), None
+        self._close_delta()
+        delta, self._delta = self._delta, MessageDelta()
         return delta
+
+    def _close_delta(self) -> None:
+        if self._call is not None:
+            self._call.arguments = "".join(self._arguments)
+        self._call, self._arguments = None, []
 
     def content(self, text: str) -> None:
         if not self.tools and not self._fresh:
@@ -117,6 +124,7 @@ class Message:
         if not self._fresh:
             self._gap = self._space
         self._space, self._fresh = "", True
+        self._close_delta()
         self._calls += 1
         self.cut = not self._dropped
         if not self._dropped:
@@ -130,14 +138,14 @@ class Message:
         if self._call is None:
             self._call = ToolCallDelta(self._calls - 1)
             self._delta.tool_calls.append(self._call)
-        self._call.arguments += text
+        self._arguments.append(text)
 
     def end_call(self) -> None:
         """The open call is complete."""
         if not self._dropped:
             self.cut = False
             self.complete_calls += 1
-        self._call = None
+        self._close_delta()
 
     @property
     def _dropped(self) -> bool:

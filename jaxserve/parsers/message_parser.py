@@ -93,6 +93,8 @@ def make_grammar(
     strict = choice.mode == "auto" and any(tool.strict for tool in choice.tools)
     if not forced and not strict and answer is None:
         return None
+    if answer is not None and not choice.tools and not formats.reasons:
+        return answer
     lark = Lark(token_id)
     many = parallel and choice.mode != "named"
     if formats.harmony:

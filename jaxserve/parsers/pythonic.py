@@ -13,7 +13,7 @@ from jaxserve.parsers.tool_formats import repeated
 from jaxserve.parsers.tools import Tool
 
 _NAME = re.compile(r"[\w.-]*")
-_KEY = re.compile(r"\w*")
+_KEY = re.compile(r"[^\s=,()]*")
 _SCALAR = re.compile(r"[\w.+-]*")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _CLOSE = {"[": "]", "(": ")", "{": "}"}

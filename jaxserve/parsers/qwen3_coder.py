@@ -83,8 +83,11 @@ class Qwen3Coder:
         parts = []
         for key, schema in tool.parameters.get("properties", {}).items():
             kinds = value_kinds(schema, tool.parameters)
-            if kinds == {"string"} and isinstance(schema, dict) and "enum" in schema:
-                value = f"({' | '.join(map(lark.text, schema['enum']))}) {lark.text(end)}"
+            texts = (
+                [text for text in schema.get("enum", ()) if isinstance(text, str)] if isinstance(schema, dict) else []
+            )
+            if kinds == {"string"} and texts:
+                value = f"({' | '.join(map(lark.text, texts))}) {lark.text(end)}"
             elif "string" in kinds:
                 value = lark.until(end)
             else:
@@ -124,7 +127,8 @@ def value_kinds(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str
         return value_kinds(target, root, depth + 1)
     if "type" in schema:
         given = schema["type"]
-        return {given} if isinstance(given, str) else {kind for kind in given if isinstance(kind, str)}
+        kinds = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+        return {kind for kind in kinds if isinstance(kind, str)} or {"string"}
     for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list):
             return set().union(*(value_kinds(each, root, depth + 1) for each in schema[name]))

@@ -131,13 +131,19 @@ class Reader:
 
     def _begun(self, markers: tuple[str, ...]) -> int:
         """Characters at the end that may be the beginning of a marker."""
-        rest = len(self._text) - self._at
-        longest = min(rest, max(map(len, markers)) - 1)
-        for count in range(longest, 0, -1):
-            end = self._text[len(self._text) - count :]
+        size = len(self._text)
+        start = max(self._at, size - max(map(len, markers)) + 1)
+        while first := _first_of(markers).search(self._text, start):
+            end = self._text[first.start() :]
             if any(marker.startswith(end) for marker in markers):
-                return count
+                return len(end)
+            start = first.end()
         return 0
+
+
+@lru_cache(maxsize=256)
+def _first_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(marker[0]) for marker in markers))
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from jaxserve.errors import RequestError
 from jaxserve.request import short
 
 MAX_TOOLS = 512
+MAX_DEPTH = 100  # of a schema
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule
 _FIELDS = ("name", "description", "parameters", "strict")
 
@@ -84,6 +85,8 @@ def _check_names(raw: dict, known: tuple[str, ...], place: str, ignore_unknown: 
 
 def _check_parameters(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """The schema, with type and properties, which templates rely on."""
+    if _deeper(schema, MAX_DEPTH):
+        raise RequestError(f"{place} may be nested at most {MAX_DEPTH} deep", param=place)
     if schema.get("type", "object") != "object":
         message = f"{place}.type must be 'object', got {short(schema['type'])}"
         raise RequestError(message, param=f"{place}.type")
@@ -104,6 +107,18 @@ def _check_parameters(schema: dict[str, Any], place: str) -> dict[str, Any]:
     return {"type": "object", "properties": {}, **schema}
 
 
+def _deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [
+            child
+            for each in level
+            if isinstance(each, dict | list)
+            for child in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)
+
+
 def check_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
     """`raw`: none, auto, required, {"type": "function", "function": {"name": ...}}; None: auto if there are tools."""
     place = "tool_choice"
@@ -116,8 +131,8 @@ def check_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
         chosen = tuple(tool for tool in tools if tool.name == name)
         if not chosen:
             known = ", ".join(tool.name for tool in tools[:10]) or "none"
-            message = f"{place} names {short(name)}, which is none of the tools ({known})"
-            raise RequestError(message, param=f"{place}.function.name")
+            place = f"{place}.function.name"
+            raise RequestError(f"{place} {short(name)} is none of the tools: {known}", param=place)
         return ToolChoice("named", chosen, tuple(tools))
     if raw not in ("auto", "required"):
         message = f"{place} must be none, auto, required or a function by name, got {short(raw)}"

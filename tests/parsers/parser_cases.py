@@ -163,6 +163,13 @@ CASES = [
 ]  # fmt: skip
 
 
+# Schemas that say odd things about a type: arguments must come out whatever they are.
+ODD_TYPES = [
+    True, {}, {"type": 5}, {"type": []}, {"type": ["integer", 5]}, {"enum": "abc"}, {"enum": [1, None]}, {"const": 2},
+    {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/loop"}]}, {"$ref": "#/nowhere/at/all"}, {"$ref": 5}, {"allOf": 5},
+]  # fmt: skip
+
+
 def message_of(deltas: list[Any]) -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning and calls of joined deltas, checked for their shape."""
     calls: list[list[str]] = []

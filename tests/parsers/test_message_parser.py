@@ -5,13 +5,14 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser_cases import CASES, PARIS, TOOLS, Case, hermes, message_of
+from parser_cases import CASES, ODD_TYPES, PARIS, TOOLS, Case, hermes, message_of
 
 from jaxserve.parsers import (
     REASONING_FORMATS,
     TOOL_FORMATS,
     MessageDelta,
     MessageParser,
+    Tool,
     ToolChoice,
     find_formats,
     make_parser,
@@ -115,6 +116,27 @@ def test_harmony_is_read_without_tools():
     case = Case("none", "", thinks="openai")
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes. "
     assert message_of(read(parser_of(case, ToolChoice()), [text])) == ("Yes. ", "Hm.", [])
+
+
+@pytest.mark.parametrize("schema", ODD_TYPES, ids=str)
+@pytest.mark.parametrize("value", ["5", "null", "None", "x", "1e999", "NaN", "(1, 2)", "{1: (2,)}", "[" * 5000])
+def test_values_between_tags_are_json_whatever_their_schema(schema, value: str):
+    loop = {"$defs": {"loop": {"$ref": "#/$defs/loop"}}}
+    tool = Tool("f", {"type": "object", "properties": {"x": schema}, **loop})
+    parser = parser_of(Case("qwen3_coder", ""), ToolChoice("auto", (tool,)))
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    [(_, arguments)] = message_of(read(parser, [text]))[2]
+    assert set(json.loads(arguments)) == {"x"} and "NaN" not in arguments.replace('"NaN"', "")
+
+
+def test_half_a_character_is_replaced():
+    """No answer could hold it: the encoder of JSON would fail in the middle of a stream."""
+    for name, text in (
+        ("pythonic", r"[get_weather(city='\ud83d')]"),
+        ("hermes", hermes(json.dumps(r'{"city": "\ud83d"}').replace("\\\\", "\\"))),
+    ):
+        [(_, arguments)] = message_of(read(parser_of(Case(name, "")), [text]))[2]
+        assert json.loads(arguments) == {"city": "\ufffd"} and arguments.encode()
 
 
 def test_ids_are_distinct_and_of_the_familys_form():
