@@ -16,6 +16,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import RequestError
 from jaxserve.frontend import Frontend, OutputBuilder
+from jaxserve.parsers import check_tools
 from jaxserve.request import EngineStats, RequestOutput, SamplingParams, SequenceDelta
 from jaxserve.tokenizer import Tokenizer
 
@@ -70,8 +71,9 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of a list of them."""
+        """Answers one conversation, or each of a list of them. `tools`, as OpenAI writes them, go to the template."""
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         texts = [
             self._frontend.render_chat(
@@ -79,6 +81,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template=chat_template,
+                tools=[tool.for_template() for tool in check_tools(tools)] if tools is not None else None,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
