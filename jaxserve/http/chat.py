@@ -96,7 +96,7 @@ def _make_request(
     request = server.frontend.make_request(
         call_id,
         conversation.prompt,
-        replace(params, structured_outputs=None),  # it is part of the grammar now
+        replace(params, structured_outputs=None) if wanted else params,  # it is part of the grammar now
         priority=body.priority,
         add_special_tokens=body.add_special_tokens,
         timeout_s=server.config.request_timeout,

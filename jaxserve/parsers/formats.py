@@ -35,25 +35,27 @@ REASONING_FORMATS: dict[str, Thinking | None] = {
     "qwen3": Thinking(("<think>",), ("</think>",)),
 }
 # What the templates of a format contain, all of it.
-_TOOL_SIGNS: dict[str, tuple[str, ...]] = {
-    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "```json"),
-    "deepseek_v31": ("<｜tool▁calls▁begin｜>",),
-    "granite": ("<|tool_call|>", "<|start_of_role|>"),
-    "hermes": ("<tool_call>", '"name"', '"arguments"'),
-    "llama3_json": ("<|start_header_id|>", '"parameters": ', "tools"),
-    "mistral": ("[TOOL_CALLS]",),
-    "openai": ("<|channel|>", "<|message|>", "functions."),
-    "phi4_mini_json": ("functools[",),
-    "qwen3_coder": ("<tool_call>", "<function=", "<parameter="),
-}
-_SHADOWED = {"deepseek_v31": "deepseek_v3", "hermes": "qwen3_coder"}  # where the signs of the second are there, too
-_REASONING_SIGNS: dict[str, tuple[str, ...]] = {
-    "deepseek_r1": ("<think>", "<｜Assistant｜>"),
-    "granite": ("Here is my thought process:",),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "openai": ("<|channel|>", "<|message|>"),
-    "qwen3": ("<think>", "</think>", "<|im_start|>"),
-}
+_TOOL_SIGNS: list[tuple[str, tuple[str, ...]]] = [
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
+    ("granite", ("<|tool_call|>", "<|start_of_role|>")),
+    ("hermes", ("<tool_call>", '"name"', '"arguments"')),
+    ("llama3_json", ("<|start_header_id|>", '"parameters": ', "tools")),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("openai", ("<|channel|>", "<|message|>", "functions.")),
+    ("phi4_mini_json", ("functools[",)),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
+]
+_REASONING_SIGNS: list[tuple[str, tuple[str, ...]]] = [
+    ("deepseek_r1", ("<think>", "<｜Assistant｜>")),
+    ("granite", ("Here is my thought process:",)),
+    ("mistral", ("[THINK]", "[/THINK]")),
+    ("openai", ("<|channel|>", "<|message|>")),
+    ("qwen3", ("<think>", "</think>", "<|im_start|>")),
+    ("qwen3", ("<think>", "</think>", "thinking is defined")),  # DeepSeek V3.1: reasoning can be switched off
+]
+# Where the signs of the second are there, too, it is that one.
+_SHADOWED = {"deepseek_r1": "qwen3", "deepseek_v31": "deepseek_v3", "hermes": "qwen3_coder"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +96,10 @@ def find_formats(tools: str, reasoning: str, template: str | None) -> Formats:
     return Formats(tool_format, reasoning_format, False, tools_name or "none", reasoning_name or "none")
 
 
-def _name(given: str, signs: dict[str, tuple[str, ...]], template: str | None) -> str | None:
+def _name(given: str, signs: list[tuple[str, tuple[str, ...]]], template: str | None) -> str | None:
     if given != "auto":
         return None if given == "none" else given
     source = (template or "").replace('\\"', '"')
-    fitting = [name for name, texts in signs.items() if all(text in source for text in texts)]
-    fitting = [name for name in fitting if _SHADOWED.get(name) not in fitting]
-    return fitting[0] if len(fitting) == 1 else None
+    fitting = {name for name, texts in signs if all(text in source for text in texts)}
+    fitting = {name for name in fitting if _SHADOWED.get(name) not in fitting}
+    return fitting.pop() if len(fitting) == 1 else None

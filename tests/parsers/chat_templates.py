@@ -1,7 +1,5 @@
 """Chat templates of the families, cut down to how each shows tools, calls, results and reasoning."""
 
-TOOLS_AS_JSON = "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-
 # Qwen 2.5 and many fine-tunes.
 HERMES = """{%- if tools %}<|im_start|>system
 Tools: {{ tools | tojson }}. Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
@@ -84,6 +82,14 @@ DEEPSEEK = """{% for message in messages %}{% if message['role'] == 'user' %}{{ 
 {%- if message['role'] == 'tool' %}{{ '<｜tool▁output▁begin｜>' + message['content'] + '<｜tool▁output▁end｜>' }}{% endif %}
 {%- endfor %}{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\\n' }}{% endif %}"""
 
+# Reasoning is off unless asked for.
+DEEPSEEK_V31 = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}"
+    + DEEPSEEK.replace("call['type'] + '<｜tool▁sep｜>' + call['function']['name'] + '\\n```json\\n'", "call['function']['name'] + '<｜tool▁sep｜>'")
+    .replace("\\n```<｜tool▁call▁end｜>", "<｜tool▁call▁end｜>")
+    .replace("{{ '<｜Assistant｜><think>\\n' }}", "<｜Assistant｜>{% if thinking %}<think>{% else %}</think>{% endif %}")
+)  # fmt: skip
+
 PHI4 = """<|system|>{% if tools %}Answer with functools[{"name": ..., "arguments": ...}]. {{ tools | tojson }}{% endif %}<|end|>
 {%- for message in messages %}<|{{ message.role }}|>{{ message.content or message.tool_calls | tojson }}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
@@ -109,7 +115,7 @@ SHOWN = {
     "mistral": (MISTRAL, "mistral", "none"),
     "granite": (GRANITE, "granite", "granite"),
     "deepseek": (DEEPSEEK, "deepseek_v3", "deepseek_r1"),
-    "deepseek 3.1": (DEEPSEEK.replace("```json", ""), "deepseek_v31", "deepseek_r1"),
+    "deepseek 3.1": (DEEPSEEK_V31, "deepseek_v31", "qwen3"),
     "escaped": (
         HERMES.replace('{"name"', '{{ "<tool_call>{\\"name\\": \\"f\\", \\"arguments\\": {}}" }}'),
         "hermes",

@@ -6,6 +6,7 @@ import pytest
 import tokenizers
 from chat_templates import (
     DEEPSEEK,
+    DEEPSEEK_V31,
     GRANITE,
     HARMONY,
     HERMES,
@@ -63,7 +64,9 @@ def prompt_of(template: str, messages: list[dict[str, Any]], tools: bool = True,
         (MISTRAL, f'[TOOL_CALLS][{{"name": "get_weather", "arguments": {PRINTED}}}]'),
         (MISTRAL_BY_NAME, f"get_weather[ARGS]{PRINTED}"),
         (GRANITE, f'<|tool_call|>[{{"name": "get_weather", "arguments": {PRINTED}}}]'),
-        (DEEPSEEK, f"function<｜tool▁sep｜>get_weather\n```json\n{TEXT}\n```"),  # a template that wants text
+        # Templates that print text.
+        (DEEPSEEK, f"function<｜tool▁sep｜>get_weather\n```json\n{TEXT}\n```"),
+        (DEEPSEEK_V31, f"get_weather<｜tool▁sep｜>{TEXT}<｜tool▁call▁end｜>"),
         (HARMONY, f"to=functions.get_weather<|channel|>commentary json<|message|>{PRINTED}<|call|>"),
     ],
 )
