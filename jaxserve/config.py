@@ -17,6 +17,14 @@ from jaxserve.errors import ConfigError
 DEMO_MODEL = "demo"  # MODEL of `jaxserve serve` without one: SmolLM2-135M-Instruct from a wheel on PyPI
 
 
+AUTO_OR_NONE = ("auto", "none")
+TOOL_CALL_PARSERS = (
+    "deepseek_v3", "deepseek_v31", "granite", "hermes", "llama3_json", "mistral", "openai", "phi4_mini_json",
+    "pythonic", "qwen3_coder", "qwen3_xml",
+)  # fmt: skip
+REASONING_PARSERS = ("deepseek_r1", "granite", "mistral", "openai", "qwen3")
+
+
 def option(
     default: Any,
     doc: str,
@@ -161,6 +169,18 @@ class ServeConfig(EngineConfig):
     )
     served_model_name: list[str] = option(
         [], "name(s) of the model in the API; none: MODEL", group="HTTP server", many=True
+    )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto: what its chat template shows, if that is clear",
+        group="HTTP server",
+        choices=(*AUTO_OR_NONE, *TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model writes its reasoning; auto: what its chat template shows, if that is clear",
+        group="HTTP server",
+        choices=(*AUTO_OR_NONE, *REASONING_PARSERS),
     )
     allowed_origins: list[str] = option(
         [],

@@ -83,6 +83,7 @@ class Frontend:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """The prompt of a conversation; make_request takes it with add_special_tokens=False. Raises RequestError."""
@@ -93,6 +94,7 @@ class Frontend:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             template_kwargs=template_kwargs,
+            tools=tools,
         )
 
     def make_request(
@@ -164,9 +166,9 @@ class Frontend:
         request.pooling = pooling
         return request
 
-    def text(self, request: Request) -> "RequestText":
-        """What turns the request's deltas into text."""
-        return RequestText(self.tokenizer, request)
+    def text(self, request: Request, *, shown_ids: frozenset[int] = frozenset()) -> "RequestText":
+        """What turns the request's deltas into text. `shown_ids`: special tokens that are text whatever is skipped."""
+        return RequestText(self.tokenizer, request, shown_ids)
 
     def output_builder(self, request: Request, prompt: str | None = None) -> "OutputBuilder":
         return OutputBuilder(self.tokenizer, request, prompt)
@@ -279,13 +281,13 @@ class Frontend:
 class RequestText:
     """The text of one request's n sequences as their tokens come."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request):
+    def __init__(self, tokenizer: Tokenizer, request: Request, shown_ids: frozenset[int] = frozenset()):
         self.request = request
         self.tokenizer = tokenizer
         params = request.params
         stops = StopMatcher(params.stop) if params.stop else None
         self.sequences = [
-            SequenceText(i, tokenizer, params, stops, request.prompt_token_ids, request.stop_ids)
+            SequenceText(i, tokenizer, params, stops, request.prompt_token_ids, request.stop_ids, shown_ids)
             for i in range(params.n)
         ]
         self.cached_tokens = 0

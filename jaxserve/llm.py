@@ -18,6 +18,7 @@ from jaxserve.config import EngineConfig, offline_config
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineError, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
+from jaxserve.parsers import check_tools
 from jaxserve.request import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -93,10 +94,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of a list of them."""
+        """Answers one conversation, or each of a list of them. `tools`, as OpenAI writes them, go to the template."""
         texts = self._conversations(
-            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs, tools
         )
         return self._finish(self._submit(texts, sampling_params, use_tqdm, None), use_tqdm)
 
@@ -110,10 +112,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[str]:
         """Submits conversations as chat() does; see enqueue()."""
         texts = self._conversations(
-            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs, tools
         )
         return self._enqueue(self._submit(texts, sampling_params, use_tqdm, None))
 
@@ -195,8 +198,10 @@ class LLM:
         add_generation_prompt: bool,
         continue_final_message: bool,
         chat_template_kwargs: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None,
     ) -> list[tuple[str | list[int], bool]]:
         """The prompt of each conversation."""
+        offered = None if tools is None else [tool.for_template() for tool in check_tools(tools)]
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return [
             (
@@ -205,6 +210,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template=chat_template,
+                    tools=offered,
                     **(chat_template_kwargs or {}),
                 ),
                 False,

@@ -49,6 +49,21 @@ def test_one_bad_prompt_computes_nothing(llm):
     assert llm.get_metrics().prompt_tokens == before.prompt_tokens
 
 
+def test_a_chat_shows_its_tools_to_the_template(llm):
+    template = "{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    tool = {"type": "function", "function": {"name": "get_weather", "strict": True}}
+    messages = [{"role": "user", "content": "hi"}]
+    options = {"sampling_params": SamplingParams(max_tokens=1), "use_tqdm": False}
+    prompt = llm.chat(messages, tools=[tool], chat_template=template, **options)[0].prompt
+    shown = '{"name": "get_weather", "parameters": {"type": "object", "properties": {}}}'
+    assert prompt == f'[{{"type": "function", "function": {shown}}}]hi'
+    assert llm.chat(messages, chat_template=template, **options)[0].prompt == "nullhi"
+    for tools, choice in (([], template), ([tool], "{{ messages[0].content }}")):
+        with pytest.raises(RequestError) as caught:
+            llm.chat(messages, tools=tools, chat_template=choice, **options)
+        assert caught.value.param == "tools"
+
+
 def test_an_interrupt_leaves_an_llm_that_works(llm):
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -21,6 +21,7 @@ from jaxserve.http.request_id import add_request_id
 from jaxserve.http.routes import ROUTES
 from jaxserve.http.state import SERVER, Server
 from jaxserve.metrics import Metrics
+from jaxserve.parsers import Formats, find_formats
 from jaxserve.request import EngineClient
 
 log = logging.getLogger(__name__)
@@ -38,12 +39,22 @@ def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> w
         Cors(config).install(app)  # before the keys: a browser's preflight has none
     if config.api_key:
         app.middlewares.append(auth_middleware(config.api_key))
-    app[SERVER] = Server(frontend, client, config, Metrics(lambda: client.stats, names[0]), names)
+    app[SERVER] = Server(
+        frontend, client, config, Metrics(lambda: client.stats, names[0]), names, _formats(frontend, config)
+    )
     app.add_routes(ROUTES)
     app.on_response_prepare.append(add_request_id)
     app.cleanup_ctx.append(traffic_log)
     app.on_cleanup.append(_close_calls)
     return app
+
+
+def _formats(frontend: Frontend, config: ServeConfig) -> Formats:
+    """How the model writes calls and reasoning, by name or by its template."""
+    template = frontend.tokenizer.template_for(tools=True)
+    formats = find_formats(config.tool_call_parser, config.reasoning_parser, template)
+    log.info("tool calls are read as %s, reasoning as %s", formats.tools_name, formats.reasoning_name)
+    return formats
 
 
 async def _close_calls(app: web.Application) -> None:

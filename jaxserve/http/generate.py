@@ -7,12 +7,13 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from aiohttp import ClientConnectionError, web
+from msgspec import UNSET
 
 from jaxserve.detokenize import TextDelta
 from jaxserve.errors import EngineError
 from jaxserve.frontend import RequestText
 from jaxserve.http.errors import describe
-from jaxserve.http.replies import PromptTokensDetails, Usage
+from jaxserve.http.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.http.sse import EventStream
 from jaxserve.http.state import Server
 from jaxserve.request import SequenceDelta
@@ -172,12 +173,14 @@ async def off_loop[T](size_chars: int, function: Callable[..., T], *args: Any, *
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-def usage(texts: Sequence[RequestText], *, hidden_tokens: bool = False) -> Usage:
+def usage(texts: Sequence[RequestText], *, hidden_tokens: bool = False, reasoning_tokens: int | None = None) -> Usage:
     """Tokens so far of all prompts and outputs. `hidden_tokens`: what was generated is not part of the answer."""
     prompt_tokens = sum(len(text.request.prompt_token_ids) for text in texts)
     output_tokens = 0 if hidden_tokens else sum(text.num_tokens for text in texts)
     cached_tokens = sum(text.cached_tokens for text in texts)
-    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached_tokens))
+    details = UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+    cached = PromptTokensDetails(cached_tokens)
+    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, cached, details)
 
 
 async def stream_answer(

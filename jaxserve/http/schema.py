@@ -101,7 +101,7 @@ class GenerateBody(Body):
     safety_identifier: str | None = knob(None, "not used")
     prompt_cache_key: str | None = knob(None, "not used")
     prompt_cache_retention: str | None = knob(None, "not used")
-    parallel_tool_calls: bool | None = knob(None, "not used without tools")
+    parallel_tool_calls: bool | None = knob(None, "false: at most one call of a tool")
 
     def check(self) -> None:
         super().check()
@@ -156,6 +156,7 @@ class TemplateBody(Body):
     continue_final_message: bool = knob(False, "let the model go on with the last message")
     chat_template: str | None = knob(None, "refused: only the server may choose the template")
     chat_template_kwargs: dict | None = knob(None, "more arguments of the template")
+    tools: list | None = knob(None, "functions that the model may call")
 
     def check(self) -> None:
         super().check()
@@ -173,6 +174,9 @@ class ChatBody(GenerateBody, TemplateBody):
     max_completion_tokens: int | None = knob(None, "tokens to generate at most; wins over max_tokens", ge=1)
     logprobs: bool = knob(False, "send the logprob of each token")
     top_logprobs: int | None = knob(None, "likeliest tokens per position; needs logprobs", ge=0, le=MAX_LOGPROBS)
+    tool_choice: str | dict | None = knob(None, "none, auto, required, or a function by name; none: auto with tools")
+    reasoning_effort: str | None = knob(None, "how much the model reasons, if its template knows of it")
+    include_reasoning: bool = knob(True, "send the reasoning, and its tokens")
 
     def check(self) -> None:
         super().check()

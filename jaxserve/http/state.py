@@ -13,6 +13,7 @@ from jaxserve.errors import NotFound, PayloadTooLarge, UnsupportedMediaType
 from jaxserve.frontend import Frontend
 from jaxserve.http import schema
 from jaxserve.metrics import Metrics
+from jaxserve.parsers import Formats
 from jaxserve.request import EngineClient, short
 
 
@@ -20,6 +21,7 @@ from jaxserve.request import EngineClient, short
 class Server:
     """The parts of a running server.
 
+    formats: how the model writes tool calls and reasoning
     running: ids of the engine requests of open calls
     closing: tasks that cancel what calls left behind
     """
@@ -29,6 +31,7 @@ class Server:
     config: ServeConfig
     metrics: Metrics
     model_names: Sequence[str]
+    formats: Formats
     started: int = field(default_factory=lambda: int(time.time()))
     running: set[str] = field(default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)

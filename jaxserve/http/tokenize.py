@@ -12,6 +12,7 @@ from jaxserve.http.generate import off_loop
 from jaxserve.http.replies import Tokens
 from jaxserve.http.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.parsers import check_tools
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -33,6 +34,7 @@ def _tokenize(server: Server, raw: dict[str, Any]) -> Tokens:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            tools=[tool.for_template() for tool in check_tools(body.tools)] if body.tools is not None else None,
         )
     else:
         body, _ = server.parse(TokenizeBody, raw)

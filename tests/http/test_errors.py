@@ -77,7 +77,6 @@ BAD_FIELDS = [
     ({"suffix": "x"}, "suffix"),
     ({"best_of": 2}, "best_of"),
     ({"tools": []}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     (
@@ -95,6 +94,7 @@ BAD_FIELDS = [
     ({"service_tier": "flex"}, "service_tier"),
 ]
 BAD_COMPLETIONS = [
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -137,7 +137,7 @@ BAD_CHATS = [
         "messages.0.content.0.type",
     ),
     ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "messages.0"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 10**9}, "max_completion_tokens"),
     ({"logprobs": 5}, "logprobs"),  # a completion's number is not taken for true
