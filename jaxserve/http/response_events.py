@@ -169,12 +169,17 @@ class OutputWriter:
 
     def push(self, delta: MessageDelta, logprobs: list[TokenLogprob]) -> list[Event]:
         events: list[Event] = []
+        begun = self._open.call_index if isinstance(self._open, _Call) else None
+        for call in delta.tool_calls:
+            if call.index == begun:  # the rest of a call comes before any text
+                events += self._call(call)
         if delta.reasoning:
             events += self._text("reasoning", delta.reasoning, [])
         if delta.content:
             events += self._text("message", delta.content, logprobs)
         for call in delta.tool_calls:
-            events += self._call(call)
+            if call.index != begun:
+                events += self._call(call)
         return events
 
     def close(self, status: str, logprobs: list[TokenLogprob]) -> Iterator[Event]:
@@ -195,8 +200,7 @@ class OutputWriter:
         if not (isinstance(self._open, _Call) and self._open.call_index == delta.index):
             yield from self._begin(_Call(delta, len(self.items) + (self._open is not None)))
         assert isinstance(self._open, _Call)
-        if delta.arguments:
-            yield self._open.push(delta.arguments)
+        yield from self._open.push(delta.arguments)
 
     def _begin(self, item: "_Text | _Call") -> Iterator[Event]:
         yield from self._end("completed")
@@ -259,15 +263,16 @@ class _Call:
         self.call_index = first.index
         self._index = index
         self._parts: list[str] = []
-        call_id, name = first.id or f"call_{uuid.uuid4().hex}", first.name or ""
-        self.item = FunctionCallItem(id=f"fc_{uuid.uuid4().hex}", call_id=call_id, name=name)
+        assert first.id is not None and first.name is not None, "a call begins with them"
+        self.item = FunctionCallItem(id=f"fc_{uuid.uuid4().hex}", call_id=first.id, name=first.name)
 
     def begin(self) -> Iterator[Event]:
         yield ItemAdded(output_index=self._index, item=msgspec.structs.replace(self.item))
 
-    def push(self, piece: str) -> Event:
-        self._parts.append(piece)
-        return ArgumentsDelta(output_index=self._index, item_id=self.item.id, delta=piece)
+    def push(self, piece: str) -> Iterator[Event]:
+        if piece:
+            self._parts.append(piece)
+            yield ArgumentsDelta(output_index=self._index, item_id=self.item.id, delta=piece)
 
     def end(self, status: str) -> Iterator[Event]:
         self.item.arguments, self.item.status = "".join(self._parts), status
