@@ -315,3 +315,18 @@ async def test_a_server_that_stops_ends_them(make_engine, number):
     assert events[-1]["response"]["status"] == "cancelled"
     await asyncio.wait_for(task, 5)
     assert not engine.open
+
+
+async def test_a_cancelled_server_leaves_none(make_engine):
+    engine = make_engine()
+    engine.gate.clear()
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    frontend = Frontend(engine.tokenizer, engine.info)
+    task = asyncio.create_task(serve(frontend, engine, ServeConfig(port=0, model="m"), on_ready=url.set_result))
+    async with aiohttp.ClientSession() as session, session.post(await url + PATH, json=BACKGROUND) as response:
+        assert response.status == 200
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    async with asyncio.timeout(5):
+        while engine.open:
+            await asyncio.sleep(0.002)
