@@ -19,6 +19,7 @@ import msgspec
 from jaxserve.detokenize import TextDelta
 from jaxserve.errors import ErrorInfo, QueueFull
 from jaxserve.frontend import RequestText
+from jaxserve.http.conversation import MessageText
 from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.replies import TokenLogprob
 from jaxserve.http.response_replies import (
@@ -54,7 +55,12 @@ from jaxserve.http.response_replies import (
 )
 from jaxserve.parsers import MessageDelta, MessageParser, ToolCallDelta
 
-_STATUS = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}  # by finish_reason
+_STATUS = {
+    "stop": "completed",
+    "tool_calls": "completed",
+    "length": "incomplete",
+    "abort": "cancelled",
+}  # by finish_reason
 
 
 class ResponseWriter:
@@ -64,10 +70,8 @@ class ResponseWriter:
         """shapes: of the logprobs to send with the output text, if any."""
         self.response = response
         self._text, self._parser, self._shapes = text, parser, shapes
+        self._message = MessageText(parser)
         self._output = OutputWriter(response.output)
-        self._held: list[TokenLogprob] = []  # of tokens whose text the parser holds back
-        self._held_tokens = 0
-        self._reasoning_tokens = 0
         self._next_number = 0
 
     def begin(self) -> list[Event]:
@@ -82,18 +86,13 @@ class ResponseWriter:
         if self.response.status == "queued":
             self.response.status = "in_progress"
             events.append(InProgress(response=self._seen()))
-        message = self._parser.push(delta.text, finished=delta.finish_reason is not None)
-        events += self._output.push(message, self._logprobs(delta, message))
-        if delta.finish_reason is not None:
-            events += self._end(_STATUS[delta.finish_reason])
-        return self._numbered(events)
+        return self._numbered([*events, *self._push(delta)])
 
     def cancel(self) -> list[Event]:
         """Ends the response where it is, if it has not ended."""
         if self.ended:
             return []
-        events = self._output.push(self._parser.push("", finished=True), [])
-        return self._numbered([*events, *self._end("cancelled")])
+        return self._numbered(self._push(TextDelta(0, finish_reason="abort")))
 
     def fail(self, error: ErrorInfo) -> list[Event]:
         """Ends the response with an error, if it has not ended."""
@@ -101,14 +100,22 @@ class ResponseWriter:
             return []
         code = "rate_limit_exceeded" if error.code == QueueFull.status else "server_error"
         self.response.error = ResponseError(code, error.message)
-        return self._numbered(list(self._end("failed")))
+        return self._numbered(list(self._end("failed", [])))
 
     @property
     def ended(self) -> bool:
         return self.response.status not in ("queued", "in_progress")
 
-    def _end(self, status: str) -> Iterator[Event]:
-        yield from self._output.close(status, self._held)
+    def _push(self, delta: TextDelta) -> list[Event]:
+        piece = self._message.push(delta)
+        logprobs = self._logprobs(piece.tokens)
+        events = self._output.push(piece.message, logprobs)
+        if reason := piece.tokens.finish_reason:
+            events += self._end(_STATUS[reason], [] if piece.message.content else logprobs)
+        return events
+
+    def _end(self, status: str, logprobs: list[TokenLogprob]) -> Iterator[Event]:
+        yield from self._output.close(status, logprobs)
         self.response.status = status
         self.response.usage = self._usage()
         if status == "completed":
@@ -121,18 +128,12 @@ class ResponseWriter:
                 self.response.incomplete_details = IncompleteDetails("max_output_tokens")
             yield Incomplete(response=self.response)
 
-    def _logprobs(self, delta: TextDelta, message: MessageDelta) -> list[TokenLogprob]:
-        """Those that belong to the text of `message`: text that is held back keeps its own until it is sent."""
-        if self._shapes:
-            self._held += self._shapes.chat(delta).content
-        self._held_tokens += len(delta.token_ids)
-        if not (message.content or message.reasoning or message.tool_calls):
+    def _logprobs(self, tokens: TextDelta) -> list[TokenLogprob]:
+        """Those of the text; reasoning has none."""
+        if not self._shapes:
             return []
-        logprobs, self._held = self._held, []
-        if message.reasoning and not message.content:
-            self._reasoning_tokens += self._held_tokens
-        self._held_tokens = 0
-        return logprobs
+        kept = [e for e, at in zip(tokens.logprobs, tokens.offsets, strict=True) if not self._parser.is_reasoning(at)]
+        return self._shapes.chat(TextDelta(0, logprobs=kept)).content
 
     def _usage(self) -> ResponseUsage:
         prompt, output = len(self._text.request.prompt_token_ids), self._text.num_tokens
@@ -140,7 +141,7 @@ class ResponseWriter:
             prompt,
             InputTokensDetails(self._text.cached_tokens),
             output,
-            OutputTokensDetails(self._reasoning_tokens),
+            OutputTokensDetails(self._message.reasoning_tokens),
             prompt + output,
         )
 

@@ -1,5 +1,6 @@
 """Items of a conversation, as /v1/responses takes and keeps them -> the messages of a chat."""
 
+import json
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -40,9 +41,9 @@ def _check_item(item: Any, place: str, ignore_unknown: bool) -> Item:
     given = {name: value for name, value in item.items() if value is not None}
     kind = given.pop("type", "message" if "role" in given else None)
     if not isinstance(kind, str) or kind not in _ITEMS:
-        raise RequestError(
-            f"{place}: items of type {short(kind)} are not supported; {', '.join(_ITEMS)} are", param=f"{place}.type"
-        )
+        where = f"{place}.type"
+        message = f"{where} must be one of {', '.join(_ITEMS)}; items of type {short(kind)} are not supported"
+        raise RequestError(message, param=where)
     check, names, prefix = _ITEMS[kind]
     if not ignore_unknown and (unknown := [name for name in given if name not in (*names, "id", "status")]):
         raise RequestError(f"{place} of type {kind} has an unknown field {short(unknown[0])}", param=place)
@@ -88,10 +89,9 @@ def _check_part(part: Any, place: str, ignore_unknown: bool) -> str:
     if not isinstance(part, dict):
         raise RequestError(f"{place} must be an object with a type, got {short(part)}", param=place)
     if part.get("type") not in PART_TYPES:
-        raise RequestError(
-            f"{place}: content of type {short(part.get('type'))} is not supported yet; {' and '.join(PART_TYPES)} are",
-            param=f"{place}.type",
-        )
+        where, kind = f"{place}.type", short(part.get("type"))
+        message = f"{where} must be {' or '.join(PART_TYPES)}; content of type {kind} is not supported yet"
+        raise RequestError(message, param=where)
     known = ("type", "text", "annotations", "logprobs")  # the last two come back from answers
     if not ignore_unknown and (unknown := [n for n, v in part.items() if v is not None and n not in known]):
         raise RequestError(f"{place} has an unknown field {short(unknown[0])}", param=place)
@@ -99,7 +99,15 @@ def _check_part(part: Any, place: str, ignore_unknown: bool) -> str:
 
 
 def _check_call(item: Item, place: str, ignore_unknown: bool) -> Item:
-    return {name: _text(item, name, place) for name in ("call_id", "name", "arguments")}
+    call = {name: _text(item, name, place) for name in ("call_id", "name", "arguments")}
+    try:
+        arguments = json.loads(call["arguments"])
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        where = f"{place}.arguments"
+        raise RequestError(f"{where} must be the JSON text of an object, got {short(call['arguments'])}", param=where)
+    return call
 
 
 def _check_output(item: Item, place: str, ignore_unknown: bool) -> Item:
@@ -114,20 +122,27 @@ def _check_output(item: Item, place: str, ignore_unknown: bool) -> Item:
 
 
 def _check_reasoning(item: Item, place: str, ignore_unknown: bool) -> Item:
-    """What a model thought. A summary is not what it thought: nothing is done with it."""
-    content = item.get("content", [])
-    parts = []
-    for i, part in enumerate(content if isinstance(content, list) else [content]):
-        where = f"{place}.content.{i}"
-        if not isinstance(part, dict) or part.get("type") != "reasoning_text":
-            raise RequestError(f"{where} must be an object of type reasoning_text, got {short(part)}", param=where)
-        parts.append({"type": "reasoning_text", "text": _text(part, "text", where)})
-    if not isinstance(summary := item.get("summary", []), list):
-        raise RequestError(f"{place}.summary must be list, got {short(summary)}", param=f"{place}.summary")
-    if not parts and summary:
+    """What a model thought. A summary is not that: it comes back, and nothing else is done with it."""
+    content, summary = (
+        [_typed_text(part, f"{place}.{name}.{i}", kind) for i, part in enumerate(_list(item, name, place))]
+        for name, kind in (("content", "reasoning_text"), ("summary", "summary_text"))
+    )
+    if summary and not content:
         where = f"{place}.summary"
-        raise RequestError(f"{where}: a summary does not stand for the reasoning; send its content", param=where)
-    return {"summary": summary, "content": parts}
+        raise RequestError(f"{where} does not stand for the reasoning: send its content", param=where)
+    return {"summary": summary, "content": content}
+
+
+def _list(item: Item, name: str, place: str) -> list:
+    if not isinstance(given := item.get(name, []), list):
+        raise RequestError(f"{place}.{name} must be list, got {short(given)}", param=f"{place}.{name}")
+    return given
+
+
+def _typed_text(part: Any, place: str, kind: str) -> dict[str, str]:
+    if not isinstance(part, dict) or part.get("type") != kind:
+        raise RequestError(f"{place} must be an object of type {kind}, got {short(part)}", param=place)
+    return {"type": kind, "text": _text(part, "text", place)}
 
 
 _ITEMS: dict[str, tuple[Callable[[Item, str, bool], Item], tuple[str, ...], str]] = {  # check, fields, prefix of ids

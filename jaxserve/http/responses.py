@@ -5,14 +5,14 @@ import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import ClientConnectionError, web
 
-from jaxserve import chat
 from jaxserve.errors import RequestError
 from jaxserve.http.auth import OWNER
+from jaxserve.http.conversation import Conversation, prepare
 from jaxserve.http.errors import describe
 from jaxserve.http.generate import Generation, off_loop
 from jaxserve.http.logprobs import LogprobShapes
@@ -21,11 +21,11 @@ from jaxserve.http.response_events import ResponseWriter, encode
 from jaxserve.http.response_items import Item, check_input, messages_of
 from jaxserve.http.response_replies import DeletedResponse, Event, InputItems, InputTokens, Response
 from jaxserve.http.response_store import EVENTS_TTL_S, EventLog, StoredResponse
-from jaxserve.http.responses_schema import InputTokensBody, ResponseBody
+from jaxserve.http.responses_schema import InputTokensBody, ResponseBody, renamed
 from jaxserve.http.sse import EventStream
 from jaxserve.http.state import SERVER, Server, read_object
-from jaxserve.parsers import MessageParser
 from jaxserve.request import Request, SamplingParams, short
+from jaxserve.structured import compile_grammar, from_request
 
 NOBODY = b""  # owner of what is made without an API key
 MAX_PAGE, DEFAULT_PAGE = 100, 20  # items of one page of input_items
@@ -42,10 +42,10 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     before = _previous(server, body, request.get(OWNER, NOBODY))
     response_id = request[CALL_ID] = f"resp_{uuid.uuid4().hex}"
     size_chars = (before.size_chars if before else 0) + (request.content_length or 0)
-    items, prompt = await off_loop(size_chars, _prepare, server, response_id, body, params, before, arrival_s)
+    made = await off_loop(size_chars, _prepare, server, response_id, body, params, before, arrival_s)
     response = _response(server, response_id, body, params, keep)
-    call = ResponseCall(server, body, response, prompt)
-    stored = StoredResponse(response, request.get(OWNER, NOBODY), items, size_chars)
+    call = ResponseCall(server, body, response, made)
+    stored = StoredResponse(response, request.get(OWNER, NOBODY), made.items, size_chars)
     if body.background:
         return await _run_in_background(request, call, stored, stream=body.stream)
     if body.stream:
@@ -59,15 +59,23 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     return _json(response)
 
 
+class Made(NamedTuple):
+    """What a response is generated from."""
+
+    items: list[Item]
+    conversation: Conversation
+    request: Request
+
+
 class ResponseCall:
     """What generates and what writes one response."""
 
-    def __init__(self, server: Server, body: ResponseBody, response: Response, request: Request):
-        text = server.frontend.text(request)
+    def __init__(self, server: Server, body: ResponseBody, response: Response, made: Made):
+        text = server.frontend.text(made.request, shown_ids=made.conversation.shown_ids)
         shapes = LogprobShapes(server.frontend.tokenizer, body.top_logprobs) if body.with_logprobs else None
         self.server = server
         self.generation = Generation(server, [text])
-        self.writer = ResponseWriter(response, text, MessageParser(), shapes)
+        self.writer = ResponseWriter(response, text, made.conversation.parser(), shapes)
 
 
 def _check_store(server: Server, body: ResponseBody) -> bool:
@@ -92,7 +100,7 @@ def make_params(server: Server, body: ResponseBody, sampling: Mapping[str, Any])
     try:
         return server.frontend.params(**sampling, max_tokens=max_tokens, logprobs=logprobs)
     except RequestError as error:
-        raise _renamed(error) from None
+        raise renamed(error) from None
 
 
 def _previous(server: Server, body: InputTokensBody, owner: bytes) -> StoredResponse | None:
@@ -115,13 +123,13 @@ def _prepare(
     params: SamplingParams,
     before: StoredResponse | None,
     arrival_s: float,
-) -> tuple[list[Item], Request]:
-    """The items of the conversation, and the request for the engine."""
+) -> Made:
     items = _items(server, body, before)
     try:
+        conversation, token_ids = _converse(server, body, items, body.structured_outputs, body.max_output_tokens or 1)
         request = server.frontend.make_request(
             response_id,
-            _prompt(server, body, items, body.max_output_tokens or 1),
+            token_ids or conversation.prompt,
             params,
             priority=body.priority,
             add_special_tokens=False,
@@ -129,10 +137,11 @@ def _prepare(
             arrival_s=arrival_s,
             prompt_field="input",
             max_tokens_field="max_output_tokens" if body.max_output_tokens else None,
+            grammar=conversation.grammar,
         )
     except RequestError as error:
-        raise _renamed(error) from None
-    return items, request
+        raise renamed(error) from None
+    return Made(items, conversation, request)
 
 
 def _items(server: Server, body: InputTokensBody, before: StoredResponse | None) -> list[Item]:
@@ -141,42 +150,63 @@ def _items(server: Server, body: InputTokensBody, before: StoredResponse | None)
     return [*earlier, *check_input(body.input, earlier, ignore_unknown=server.config.ignore_unknown_fields)]
 
 
-def _renamed(error: RequestError) -> RequestError:
-    """What is said of a chat, in the words of a response."""
-    names = {"messages": "input", "max_tokens": "max_output_tokens"}
-    return type(error)(error.message, param=names.get(error.param or "", error.param))
-
-
 # ------------------------------------------------------------------------------------------------------------ prompt
 
 
-def _prompt(server: Server, body: InputTokensBody, items: Sequence[Item], room_tokens: int) -> str | list[int]:
-    """The prompt of the conversation; with truncation, of as much of its end as leaves room for the output."""
+def _converse(
+    server: Server,
+    body: InputTokensBody,
+    items: Sequence[Item],
+    structured_outputs: dict[str, Any] | None,
+    room_tokens: int,
+) -> tuple[Conversation, list[int] | None]:
+    """The conversation made ready; with truncation as much of its end as leaves room for the output, and its tokens."""
     messages = messages_of(body.instructions, items)
+    grammar = _answer_grammar(body, structured_outputs)
     if body.truncation == "disabled":
-        return _render(server, body, messages)
+        return _ready(server, body, messages, grammar), None
     limit = server.frontend.info.max_model_len - room_tokens
 
-    def token_ids(cut: int) -> list[int]:
-        text = _render(server, body, messages[:head] + messages[cut:])
-        return server.frontend.prompt_ids(text, add_special_tokens=False, field="input")
+    def cut_at(turn: int) -> tuple[Conversation, list[int]]:
+        conversation = _ready(server, body, messages[:head] + messages[turn:], grammar)
+        return conversation, server.frontend.prompt_ids(conversation.prompt, add_special_tokens=False, field="input")
 
-    def fits(cut: int) -> bool:
+    def fits(turn: int) -> bool:
         try:
-            return len(token_ids(cut)) <= limit
+            return len(cut_at(turn)[1]) <= limit
         except RequestError:  # too long by far
             return False
 
     head = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
-    turns = [i for i, message in enumerate(messages) if message["role"] == "user" and i > head]
-    cuts = [head, *turns]
-    return token_ids(cuts[min(bisect_left(cuts, True, key=fits), len(cuts) - 1)])
+    turns = [head, *(i for i, message in enumerate(messages) if message["role"] == "user" and i > head)]
+    return cut_at(turns[min(bisect_left(turns, True, key=fits), len(turns) - 1)])
 
 
-def _render(server: Server, body: InputTokensBody, messages: list[dict[str, Any]]) -> str:
-    kwargs = {"reasoning_effort": body.effort} if body.effort else {}
-    kwargs |= body.chat_template_kwargs or {}
-    return chat.render(server.frontend.tokenizer, messages, template_kwargs=kwargs)
+def _answer_grammar(body: InputTokensBody, structured_outputs: dict[str, Any] | None) -> str | None:
+    """Of what the text must be, if anything."""
+    try:
+        wanted = from_request(body.response_format, structured_outputs)
+        return compile_grammar(wanted) if wanted else None
+    except RequestError as error:
+        place = "structured_outputs.json"
+        if structured_outputs is not None or error.param != place:
+            raise
+        raise RequestError(error.message.replace(place, "text.format.schema"), param="text.format.schema") from None
+
+
+def _ready(
+    server: Server, body: InputTokensBody, messages: list[dict[str, Any]], answer_grammar: str | None
+) -> Conversation:
+    return prepare(
+        server,
+        messages,
+        tools=body.chat_tools,
+        tool_choice=body.chat_tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        reasoning_effort=body.effort,
+        template_kwargs=body.chat_template_kwargs,
+        answer_grammar=answer_grammar,
+    )
 
 
 async def count_input_tokens(request: web.Request) -> web.Response:
@@ -190,10 +220,10 @@ async def count_input_tokens(request: web.Request) -> web.Response:
 
 def _count(server: Server, body: InputTokensBody, before: StoredResponse | None) -> int:
     try:
-        prompt = _prompt(server, body, _items(server, body, before), 1)
+        conversation, token_ids = _converse(server, body, _items(server, body, before), None, 1)
     except RequestError as error:
-        raise _renamed(error) from None
-    return len(server.frontend.encode(prompt, add_special_tokens=False) if isinstance(prompt, str) else prompt)
+        raise renamed(error) from None
+    return len(token_ids or server.frontend.encode(conversation.prompt, add_special_tokens=False))
 
 
 # ------------------------------------------------------------------------------------------------------------ answer

@@ -1,16 +1,18 @@
 """Bodies of /v1/responses: declared and checked as those of schema.py."""
 
 import dataclasses
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.chat import EFFORTS
 from jaxserve.errors import RequestError
 from jaxserve.http.schema import HTTP_SAMPLING, Body
 from jaxserve.request import MAX_LOGPROBS, check_limits, knob, short
 
 LOGPROBS = "message.output_text.logprobs"  # the one thing that `include` may ask for
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+FORMATS = ("text", "json_object", "json_schema")
 MAX_LABEL_CHARS = 512
 MAX_METADATA, MAX_METADATA_KEY_CHARS, MAX_METADATA_CHARS = 16, 64, 512
 
@@ -65,12 +67,9 @@ class InputTokensBody(Body):
         text = _check_fields("text", self.text, {"format": dict, "verbosity": str})
         if text.get("verbosity", "medium") != "medium":
             raise RequestError("text.verbosity is not supported yet; it may be 'medium'", param="text.verbosity")
-        if text.get("format", {"type": "text"}) != {"type": "text"}:
-            raise RequestError("text.format is not supported yet; it may be of type text", param="text.format.type")
-        if self.tools:
-            raise RequestError("tools is not supported yet", param="tools")
-        if self.tool_choice not in ("auto", "none"):
-            raise RequestError(f"tool_choice needs tools, got {short(self.tool_choice)}", param="tool_choice")
+        if "format" in text:
+            kind = text["format"].get("type")
+            _check_choice("text.format.type", kind if isinstance(kind, str) else "", FORMATS)
 
     @property
     def effort(self) -> str | None:
@@ -80,13 +79,53 @@ class InputTokensBody(Body):
     def text_format(self) -> dict[str, Any]:
         return (self.text or {}).get("format") or {"type": "text"}
 
+    # The same things as a chat says them.
+
     @property
     def response_format(self) -> dict[str, Any]:
-        """`text.format` as a chat says it."""
         given = {name: value for name, value in self.text_format.items() if value is not None}
-        if given.get("type") != "json_schema":
+        if given["type"] != "json_schema":
             return given
         return {"type": given.pop("type"), "json_schema": given}
+
+    @property
+    def chat_tools(self) -> list[Any] | None:
+        return [_function(tool) for tool in self.tools] or None
+
+    @property
+    def chat_tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, dict):
+            return _function(self.tool_choice)
+        return None if self.tool_choice == "auto" else self.tool_choice
+
+
+def _function(given: Any) -> Any:
+    """{"type", "name", ...} -> {"type", "function": {"name", ...}}, unchecked."""
+    if not isinstance(given, dict):
+        return given
+    return {"type": given.get("type"), "function": {name: value for name, value in given.items() if name != "type"}}
+
+
+# How parts of a chat, by which errors call them, are called here.
+_NAMES = (
+    (r"^messages\b.*", "input"),
+    (r"\bmax_tokens\b", "max_output_tokens"),
+    (r"^reasoning_effort\b", "reasoning.effort"),
+    (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^(tools\.\d+|tool_choice)\.function\b", r"\1"),
+)
+
+
+def renamed(error: RequestError) -> RequestError:
+    """What is said of a chat, in the words of a response."""
+    old = error.param or ""
+    new = old
+    for pattern, name in _NAMES:
+        new = re.sub(pattern, name, new)
+    message = error.message.replace(old, new) if new != old else error.message
+    for chat_name, name in ((" max_tokens ", " max_output_tokens "), ("response_format ", "text.format ")):
+        message = message.replace(chat_name, name)
+    return type(error)(message, param=new or None)
 
 
 @dataclass(kw_only=True)
@@ -103,6 +142,7 @@ class ResponseBody(InputTokensBody):
     background: bool = knob(False, "answer at once, and generate; the response is got by its id")
     store: bool | None = knob(None, "keep the response; absent: if the server keeps any")
     priority: int = knob(0, "lower first, under --scheduling-policy priority", ge=-(2**31), le=2**31 - 1)
+    structured_outputs: dict | None = knob(None, "what the output must be: one of json, regex, choice, grammar, ...")
     metadata: dict | None = knob(None, "texts that come back with the response")
     # OpenAI fields that ask for nothing of us.
     user: str | None = knob(None, "comes back with the response")

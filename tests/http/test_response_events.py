@@ -32,6 +32,9 @@ class Script:
     def push(self, text: str, *, finished: bool) -> MessageDelta:
         return next(self._deltas, MessageDelta())
 
+    def finish_reason(self, reason: str | None) -> str | None:
+        return reason
+
     def is_reasoning(self, at: int) -> bool:
         return False
 
