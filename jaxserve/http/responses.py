@@ -14,7 +14,7 @@ from jaxserve.errors import RequestError
 from jaxserve.http.auth import OWNER
 from jaxserve.http.conversation import Conversation, prepare
 from jaxserve.http.errors import describe
-from jaxserve.http.generate import Generation, off_loop
+from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, off_loop
 from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.request_id import CALL_ID
 from jaxserve.http.response_events import ResponseWriter, encode
@@ -42,7 +42,8 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     before = _previous(server, body, request.get(OWNER, NOBODY))
     response_id = request[CALL_ID] = f"resp_{uuid.uuid4().hex}"
     size_chars = (before.size_chars if before else 0) + (request.content_length or 0)
-    made = await off_loop(size_chars, _prepare, server, response_id, body, params, before, arrival_s)
+    work = max(size_chars, LONG_TEXT_CHARS if body.may_have_grammar else 0)  # checking a grammar takes time
+    made = await off_loop(work, _prepare, server, response_id, body, params, before, arrival_s)
     response = _response(server, response_id, body, params, keep)
     call = ResponseCall(server, body, response, made)
     stored = StoredResponse(response, request.get(OWNER, NOBODY), made.items, size_chars)
@@ -184,14 +185,9 @@ def _converse(
 
 def _answer_grammar(body: InputTokensBody, structured_outputs: dict[str, Any] | None) -> str | None:
     """Of what the text must be, if anything."""
-    try:
-        wanted = from_request(body.response_format, structured_outputs)
-        return compile_grammar(wanted) if wanted else None
-    except RequestError as error:
-        place = "structured_outputs.json"
-        if structured_outputs is not None or error.param != place:
-            raise
-        raise RequestError(error.message.replace(place, "text.format.schema"), param="text.format.schema") from None
+    wanted = from_request(body.response_format, structured_outputs)
+    field = "structured_outputs" if body.text_format["type"] == "text" else "text.format"
+    return compile_grammar(wanted, field) if wanted else None
 
 
 def _ready(

@@ -168,6 +168,10 @@ class ResponseBody(InputTokensBody):
         self._check_metadata()
 
     @property
+    def may_have_grammar(self) -> bool:
+        return bool(self.tools or self.structured_outputs) or self.text_format["type"] != "text"
+
+    @property
     def with_logprobs(self) -> bool:
         return LOGPROBS in self.include
 

@@ -226,7 +226,7 @@ SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"format": {**SCHEMA, "schema": 5}}}, "text.format.schema"),
-        ({"text": {"format": {**SCHEMA, "schema": {"type": "nonsense"}}}}, "text.format.schema"),
+        ({"text": {"format": {**SCHEMA, "schema": {"type": "nonsense"}}}}, "text.format"),
         ({"text": {"format": {**SCHEMA, "mood": 1}}}, "text.format"),
         ({"text": {"format": {"type": "json_object", "name": "x"}}}, "text.format"),
         ({"text": {"format": SCHEMA}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
