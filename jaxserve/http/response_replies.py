@@ -230,9 +230,3 @@ class ArgumentsDone(ItemEvent, tag="response.function_call_arguments.done", kw_o
     item_id: str
     name: str
     arguments: str
-
-
-EVENTS: tuple[type[Event], ...] = (
-    Created, Queued, InProgress, Completed, Incomplete, Failed, ItemAdded, ItemDone, PartAdded, PartDone,
-    TextDeltaEvent, TextDone, ReasoningDelta, ReasoningDone, ArgumentsDelta, ArgumentsDone,
-)  # fmt: skip
