@@ -200,6 +200,12 @@ class ServeConfig(EngineConfig):
     ignore_unknown_fields: bool = option(
         False, "accept and drop request fields that jaxserve does not know", group="HTTP server"
     )
+    response_store_size: int = option(
+        1000, "responses of /v1/responses kept in memory at most; 0: none", group="HTTP server", ge=0, le=1_000_000
+    )
+    response_store_ttl: float = option(
+        86_400, "seconds for which they are kept", group="HTTP server", gt=0, le=86_400 * 365
+    )
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)

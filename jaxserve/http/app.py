@@ -18,6 +18,7 @@ from jaxserve.http.cors import Cors
 from jaxserve.http.errors import error_middleware
 from jaxserve.http.metrics import traffic_log
 from jaxserve.http.request_id import add_request_id
+from jaxserve.http.response_store import ResponseStore
 from jaxserve.http.routes import ROUTES
 from jaxserve.http.state import SERVER, Server
 from jaxserve.metrics import Metrics
@@ -39,9 +40,9 @@ def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> w
         Cors(config).install(app)  # before the keys: a browser's preflight has none
     if config.api_key:
         app.middlewares.append(auth_middleware(config.api_key))
-    app[SERVER] = Server(
-        frontend, client, config, Metrics(lambda: client.stats, names[0]), names, _formats(frontend, config)
-    )
+    metrics = Metrics(lambda: client.stats, names[0])
+    responses = ResponseStore(config.response_store_size, config.response_store_ttl)
+    app[SERVER] = Server(frontend, client, config, metrics, names, _formats(frontend, config), responses)
     app.add_routes(ROUTES)
     app.on_response_prepare.append(add_request_id)
     app.cleanup_ctx.append(traffic_log)
@@ -58,6 +59,7 @@ def _formats(frontend: Frontend, config: ServeConfig) -> Formats:
 
 
 async def _close_calls(app: web.Application) -> None:
+    await app[SERVER].responses.close()
     await asyncio.gather(*app[SERVER].closing, return_exceptions=True)
 
 

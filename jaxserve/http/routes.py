@@ -8,11 +8,25 @@ from jaxserve.http.embeddings import embeddings
 from jaxserve.http.health import health, show_version
 from jaxserve.http.metrics import metrics
 from jaxserve.http.models import model, models
+from jaxserve.http.responses import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from jaxserve.http.tokenize import detokenize, tokenize
 
 ROUTES = [
     web.post("/v1/chat/completions", chat_completions),
     web.post("/v1/completions", completions),
+    web.post("/v1/responses", create_response),
+    web.post("/v1/responses/input_tokens", count_input_tokens),
+    web.get("/v1/responses/{response_id}", get_response),
+    web.delete("/v1/responses/{response_id}", delete_response),
+    web.post("/v1/responses/{response_id}/cancel", cancel_response),
+    web.get("/v1/responses/{response_id}/input_items", list_input_items),
     web.post("/v1/embeddings", embeddings),
     web.get("/v1/models", models),
     web.get("/v1/models/{model:.+}", model),

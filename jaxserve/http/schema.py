@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 
@@ -71,10 +71,19 @@ UNSUPPORTED: dict[str, tuple] = {
     "web_search_options": (),
 }
 
+HTTP_SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("http", True))
+
 
 @dataclass(kw_only=True)
 class Body:
-    """Fields of every body."""
+    """Fields of every body.
+
+    sampling_fields: those of SamplingParams that it takes, too
+    unsupported: known fields that are not implemented, and the values with which they ask for nothing
+    """
+
+    sampling_fields: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, tuple]] = {}
 
     model: str | None = knob(None, "name of the model; absent or empty: the one served")
 
@@ -87,6 +96,9 @@ class Body:
 @dataclass(kw_only=True)
 class GenerateBody(Body):
     """Fields of every body that asks for generated text."""
+
+    sampling_fields = HTTP_SAMPLING
+    unsupported = UNSUPPORTED
 
     stream: bool = knob(False, "send the answer in pieces, as server-sent events")
     stream_options: dict | None = knob(None, "include_usage, continuous_usage_stats")
@@ -149,6 +161,8 @@ class CompletionBody(GenerateBody):
 @dataclass(kw_only=True)
 class TemplateBody(Body):
     """Fields of a body that holds a conversation."""
+
+    unsupported = UNSUPPORTED
 
     messages: list = dataclasses.field(metadata={"doc": "the conversation"})
     add_special_tokens: bool = knob(False, "let the tokenizer add special tokens to those of the template")
@@ -243,13 +257,11 @@ class FieldSpec(NamedTuple):
 @cache
 def field_specs(cls: type[Body]) -> Mapping[str, FieldSpec]:
     """Every field that a body of this class may have."""
-    specs = {}
-    if issubclass(cls, GenerateBody):
-        specs = {
-            f.name: FieldSpec(f.type, False, True)
-            for f in dataclasses.fields(SamplingParams)
-            if f.metadata.get("http", True)
-        }
+    specs = {
+        f.name: FieldSpec(f.type, False, True)
+        for f in dataclasses.fields(SamplingParams)
+        if f.name in cls.sampling_fields
+    }
     for f in dataclasses.fields(cls):
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         specs[f.name] = FieldSpec(f.type, required, False)
@@ -300,8 +312,8 @@ def _known_fields(cls: type[Body], raw: dict[str, Any], ignore_unknown: bool) ->
         if name in specs:
             if value is not None:
                 given[name] = value
-        elif name in UNSUPPORTED and issubclass(cls, GenerateBody | TemplateBody):
-            _check_unsupported(name, value)
+        elif name in cls.unsupported:
+            _check_unsupported(name, value, cls.unsupported[name])
         else:
             unknown.append(name)
     if unknown and not ignore_unknown:
@@ -312,8 +324,7 @@ def _known_fields(cls: type[Body], raw: dict[str, Any], ignore_unknown: bool) ->
     return given
 
 
-def _check_unsupported(name: str, value: Any) -> None:
-    harmless = UNSUPPORTED[name]
+def _check_unsupported(name: str, value: Any, harmless: tuple) -> None:
     if value is None or any(value == each and type(value) is type(each) for each in harmless):
         return
     but = f"; it may be {' or '.join(map(repr, harmless))}" if harmless else ""

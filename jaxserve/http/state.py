@@ -12,6 +12,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import NotFound, PayloadTooLarge, UnsupportedMediaType
 from jaxserve.frontend import Frontend
 from jaxserve.http import schema
+from jaxserve.http.response_store import ResponseStore
 from jaxserve.metrics import Metrics
 from jaxserve.parsers import Formats
 from jaxserve.request import EngineClient, short
@@ -22,6 +23,7 @@ class Server:
     """The parts of a running server.
 
     formats: how the model writes tool calls and reasoning
+    responses: what /v1/responses keeps
     running: ids of the engine requests of open calls
     closing: tasks that cancel what calls left behind
     """
@@ -32,6 +34,7 @@ class Server:
     metrics: Metrics
     model_names: Sequence[str]
     formats: Formats
+    responses: ResponseStore
     started: int = field(default_factory=lambda: int(time.time()))
     running: set[str] = field(default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)
