@@ -197,6 +197,48 @@ async def test_structured_outputs_arrive_whole_beside_others(tmp_path: Path):
             assert (await settled(session, server.url))["compiles_after_warmup_total"] == 0
 
 
+async def test_pause_and_sleep_over_the_socket(tmp_path: Path):
+    async with serving(tmp_path, "--enforce-eager") as server:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+
+            async def post(path: str, request: dict | None = None) -> tuple[int, dict]:
+                async with session.post(server.url + path, json=request) as answer:
+                    return answer.status, await answer.json()
+
+            async def text() -> str:
+                status, answer = await post("/v1/completions", body(2, stream=False, temperature=0.0))
+                assert status == 200, answer
+                return answer["choices"][0]["text"]
+
+            async def asked(**more) -> list[asyncio.Task]:
+                calls = [asyncio.create_task(post("/v1/completions", body(i, stream=False, **more))) for i in range(8)]
+                while await (await session.get(f"{server.url}/load")).json() != {"server_load": 8}:
+                    await asyncio.sleep(0.01)
+                return calls
+
+            before = await text()
+            running = await asked(max_tokens=100)
+            assert await post("/pause?mode=wait") == (200, {"status": "paused"})
+            held = asyncio.create_task(text())
+            assert {(await one)[0] for one in running} == {200}
+            assert await post("/sleep?level=2&mode=wait") == (200, {"is_sleeping": True})
+            status, answer = await post("/v1/completions", body(1, stream=False))
+            assert (status, answer["error"]["type"]) == (503, "EngineAsleepError")
+            async with session.get(f"{server.url}/health") as health:
+                assert health.status == 200
+            assert await post("/wake_up") == (200, {"is_sleeping": False})
+            assert not held.done(), "still paused"
+            assert await post("/resume") == (200, {"status": "resumed"})
+            assert await held == before == await text()
+            assert (await settled(session, server.url))["kv_cache_usage_perc"] == 0
+            running = await asked(max_tokens=150)
+            pausing = asyncio.create_task(post("/pause?mode=wait"))
+            await asyncio.sleep(0.05)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert {(await one)[0] for one in (*running, pausing)} == {503}
+        assert server.process.wait(30) == 1
+
+
 async def test_a_dead_engine_ends_requests_with_an_error_and_the_server_with_a_code(tmp_path: Path):
     async with serving(tmp_path, "--enforce-eager") as server:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:

@@ -24,7 +24,7 @@ from jaxserve.http.replies import (
     ChatLogprobs,
     ChatMessage,
 )
-from jaxserve.http.request_id import CALL_ID
+from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import ChatBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import SERVER, Server, read_object
@@ -40,7 +40,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     field = _max_tokens_field(body, sampling)
     text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s))
     answer = ChatAnswer(server, call_id, body, text, "prompt_logprobs" in sampling)
-    generation = Generation(server, [text])
+    generation = Generation(server, [text], call_names(request))
     if body.stream:
         return await stream_answer(request, generation, answer.chunks, answer.last)
     await drain(generation)

@@ -15,7 +15,7 @@ from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, Shown, drain, of
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
-from jaxserve.http.request_id import CALL_ID
+from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import SERVER, Server, read_object
@@ -35,7 +35,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
     texts = [server.frontend.text(each) for each in requests]
     answer = CompletionAnswer(server, call_id, body, texts, prompts, score_only, "prompt_logprobs" in sampling)
-    generation = Generation(server, texts)
+    generation = Generation(server, texts, call_names(request))
     if body.stream:
         return await stream_answer(request, generation, answer.chunk, answer.last)
     await drain(generation)

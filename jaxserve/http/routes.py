@@ -4,6 +4,17 @@ from aiohttp import web
 
 from jaxserve.http.chat import chat_completions
 from jaxserve.http.completions import completions
+from jaxserve.http.control import (
+    abort_requests,
+    is_paused,
+    is_sleeping,
+    load,
+    pause,
+    reset_prefix_cache,
+    resume,
+    sleep,
+    wake_up,
+)
 from jaxserve.http.embeddings import embeddings
 from jaxserve.http.health import health, show_version
 from jaxserve.http.metrics import metrics
@@ -23,4 +34,13 @@ ROUTES = [
     web.post("/ping", health),
     web.get("/version", show_version),
     web.get("/metrics", metrics),
+    web.get("/load", load),
+    web.post("/abort_requests", abort_requests),
+    web.post("/reset_prefix_cache", reset_prefix_cache),
+    web.post("/pause", pause),
+    web.post("/resume", resume),
+    web.get("/is_paused", is_paused),
+    web.post("/sleep", sleep),
+    web.post("/wake_up", wake_up),
+    web.get("/is_sleeping", is_sleeping),
 ]

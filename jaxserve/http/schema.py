@@ -230,6 +230,13 @@ class EmbeddingBody(Body):
         return split_prompts(self.input, "input", MAX_INPUTS)
 
 
+@dataclass(kw_only=True)
+class AbortBody(Body):
+    """POST /abort_requests."""
+
+    request_ids: list[str] | None = knob(None, "chatcmpl-..., cmpl-..., or X-Request-Id; none: all")
+
+
 class FieldSpec(NamedTuple):
     type: Any
     required: bool

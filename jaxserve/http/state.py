@@ -16,11 +16,19 @@ from jaxserve.metrics import Metrics
 from jaxserve.request import EngineClient, short
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call that generates: the ids by which its client knows it, and those of its requests at the engine."""
+
+    names: frozenset[str]
+    request_ids: Sequence[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """The parts of a running server.
 
-    running: ids of the engine requests of open calls
+    calls: those that are open
     closing: tasks that cancel what calls left behind
     """
 
@@ -30,7 +38,7 @@ class Server:
     metrics: Metrics
     model_names: Sequence[str]
     started: int = field(default_factory=lambda: int(time.time()))
-    running: set[str] = field(default_factory=set)
+    calls: set[Call] = field(default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)
 
     def model_name(self, asked: str | None) -> str:
