@@ -33,10 +33,11 @@ class Generation:
     Entering raises the engine's refusal (QueueFull, ...), with nothing left behind: no header has been sent then.
     """
 
-    def __init__(self, server: Server, texts: Sequence[RequestText], names: Iterable[str]):
-        """`names`: the ids by which the client knows the call (request_id.call_names)."""
+    def __init__(self, server: Server, texts: Sequence[RequestText], names: Iterable[str] = ()):
+        """`names`: further ids by which the client knows the call (request_id.call_names)."""
         self.texts = texts
-        self._call = Call(frozenset(names), [text.request.request_id for text in texts])
+        ids = [text.request.request_id for text in texts]
+        self._call = Call(frozenset((*names, *ids)), ids)
         self._server = server
         self._client = server.client
         self._metrics = server.metrics
