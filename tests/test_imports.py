@@ -58,6 +58,7 @@ FLOORS: dict[str, int] = {
     "bench": 8,
     "collect_env": 8,
     "repl": 8,
+    "run_batch": 8,
     "serve": 8,
     "__init__": 8,  # loads the public names when asked
     "cli": 9,
@@ -85,6 +86,7 @@ WITHOUT_JAX = (
     "paging.prefix_cache",
     "repl",
     "request",
+    "run_batch",
     "structured",
     "scheduler",
     "serve",

@@ -239,6 +239,25 @@ async def test_pause_and_sleep_over_the_socket(tmp_path: Path):
         assert server.process.wait(30) == 1
 
 
+def test_run_batch_from_the_command_line(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    lines = [
+        {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body(i, stream=False)}
+        for i in range(12)
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)) + "\nnonsense\n")
+    command = [
+        sys.executable, "-m", "jaxserve", "run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"),
+        "--model", str(tmp_path), "--load-format", "dummy", "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny",
+        "--enforce-eager",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert len(records) == 13 and sum(record["error"] is not None for record in records) == 1
+    assert {record["response"]["status_code"] for record in records if record["response"]} == {200}
+
+
 async def test_a_dead_engine_ends_requests_with_an_error_and_the_server_with_a_code(tmp_path: Path):
     async with serving(tmp_path, "--enforce-eager") as server:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:

@@ -21,6 +21,17 @@ from jaxserve.http.metrics import metrics
 from jaxserve.http.models import model, models
 from jaxserve.http.tokenize import detokenize, tokenize
 
+CONTROL_ROUTES = [  # of the engine as a whole
+    web.get("/load", load),
+    web.post("/abort_requests", abort_requests),
+    web.post("/reset_prefix_cache", reset_prefix_cache),
+    web.post("/pause", pause),
+    web.post("/resume", resume),
+    web.get("/is_paused", is_paused),
+    web.post("/sleep", sleep),
+    web.post("/wake_up", wake_up),
+    web.get("/is_sleeping", is_sleeping),
+]
 ROUTES = [
     web.post("/v1/chat/completions", chat_completions),
     web.post("/v1/completions", completions),
@@ -34,13 +45,5 @@ ROUTES = [
     web.post("/ping", health),
     web.get("/version", show_version),
     web.get("/metrics", metrics),
-    web.get("/load", load),
-    web.post("/abort_requests", abort_requests),
-    web.post("/reset_prefix_cache", reset_prefix_cache),
-    web.post("/pause", pause),
-    web.post("/resume", resume),
-    web.get("/is_paused", is_paused),
-    web.post("/sleep", sleep),
-    web.post("/wake_up", wake_up),
-    web.get("/is_sleeping", is_sleeping),
+    *CONTROL_ROUTES,
 ]
