@@ -96,6 +96,10 @@ class Tokenizer:
         """Text of token ids; ids outside the vocabulary add nothing."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        return self._backend.token_to_id(token)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to the text, which may be part of a character. b"" past the vocabulary."""
         if (added := self._added_bytes.get(token_id)) is not None:

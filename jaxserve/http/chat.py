@@ -86,6 +86,7 @@ def _make_request(
         prompt_field="messages",
         max_tokens_field=max_tokens_field,
         structured_field=body.structured_field,
+        truncation=body.truncation(server.frontend.info.max_model_len),
     )
 
 
