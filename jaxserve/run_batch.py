@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import resource
 import tempfile
 import uuid
 from collections.abc import AsyncIterator, Iterator
@@ -40,6 +41,8 @@ from jaxserve.request import EngineClient, short
 OF_LISTENING = (  # options of `serve` that mean nothing without a port
     "host", "port", "api_key", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials",
 )  # fmt: skip
+MAX_CONCURRENCY = 4096  # connections that Linux lets wait to be accepted
+SPARE_FILES = 256  # beside the connections
 URLS = sorted(
     route.path
     for route in ROUTES
@@ -105,8 +108,10 @@ def run_run_batch(args: argparse.Namespace) -> int:
     config = from_arguments(args, ServeConfig)
     if "max_queue_len" not in vars(args):
         config = replace(config, max_queue_len=2**31 - 1)  # the file is the queue
-    if args.max_concurrency is not None and args.max_concurrency < 1:
-        raise ConfigError(f"--max-concurrency must be at least 1, got {args.max_concurrency}", param="max_concurrency")
+    if args.max_concurrency is not None and not 1 <= args.max_concurrency <= MAX_CONCURRENCY:
+        raise ConfigError(
+            f"--max-concurrency must be 1 to {MAX_CONCURRENCY}, got {args.max_concurrency}", param="max_concurrency"
+        )
     check_files(args.input_file, args.output_file)
     if not args.overwrite:
         read_done(args.output_file)  # if it cannot be gone on with, that is said now, and not after minutes of warm-up
@@ -133,7 +138,7 @@ async def _run(config: ServeConfig, source: Path, target: Path, overwrite: bool,
     checkpoint = await asyncio.to_thread(Checkpoint.open, config)
     engine, frontend = await start_engine(config, checkpoint)
     try:
-        at_once = max_concurrency or 2 * engine.client.info.max_num_seqs
+        at_once = max_concurrency or min(2 * engine.client.info.max_num_seqs, MAX_CONCURRENCY)
         await answer_file(frontend, engine.client, config, source, target, max_concurrency=at_once, overwrite=overwrite)
     finally:
         await engine.stop()
@@ -234,7 +239,8 @@ async def answer_file(
     max_concurrency: int,
     overwrite: bool = False,
 ) -> None:
-    """Appends to `target` the answer of every line of `source` that has none there. Raises EngineDead."""
+    """Appends to `target` the answer of every line of `source` that has none there. Raises EngineDead, ConfigError."""
+    _allow_connections(max_concurrency)
     done = Done() if overwrite else read_done(target)
     with source.open("rb") as file:
         total = sum(bool(line.strip()) for line in file)
@@ -261,6 +267,20 @@ async def answer_file(
                     raise errors.exceptions[0] from None
 
 
+def _allow_connections(count: int) -> None:
+    """Raises the limit of open files to what so many connections need, both ends of which are here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * count + SPARE_FILES
+    if hard != resource.RLIM_INFINITY and wanted > hard:
+        raise ConfigError(
+            f"--max-concurrency must be at most {(hard - SPARE_FILES) // 2} where a process may open {hard} files"
+            f" (ulimit -Hn), got {count}",
+            param="max_concurrency",
+        )
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 async def _answer(session: aiohttp.ClientSession, line: Line) -> Record:
     async with session.post(line.url, json=line.body) as response:
         answer = Answer(response.status, response.headers[HEADER], msgspec.Raw(await response.read()))
@@ -278,7 +298,7 @@ async def _application(
         socket = os.path.join(folder, "http.sock")
         await runner.setup()
         try:
-            await web.UnixSite(runner, socket).start()
+            await web.UnixSite(runner, socket, backlog=MAX_CONCURRENCY).start()
             connector = aiohttp.UnixConnector(socket, limit=0)
             timeout = aiohttp.ClientTimeout(total=None)
             async with aiohttp.ClientSession("http://batch", connector=connector, timeout=timeout) as session:

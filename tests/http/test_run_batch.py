@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,25 @@ async def test_work_at_once_is_bounded(batch):
     assert most == 4
 
 
+async def test_many_at_once_are_not_too_many_files(batch, make_engine):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    batch.engine = make_engine(max_num_seqs=300)
+    batch.engine.gate.clear()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    try:
+        running = asyncio.create_task(batch([line(f"{i}") for i in range(300)], max_concurrency=300))
+        async with asyncio.timeout(20):
+            while len(batch.engine.open) < 300:
+                assert not running.done(), running
+                await asyncio.sleep(0.01)
+        batch.engine.gate.set()
+        assert len(await running) == 300
+        with pytest.raises(ConfigError, match="--max-concurrency must be at most"):
+            await batch([line("a")], max_concurrency=hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 async def test_a_dead_engine_is_no_answer(batch):
     def die(request, index):
         batch.engine.alive = False
@@ -172,7 +192,7 @@ def test_files_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["-i", str(tmp_path / "none"), "-o", str(there)], "No such file"),
         (["-i", str(there), "-o", str(there)], "the same file"),
         (["-i", str(there), "-o", str(tmp_path)], "Is a directory"),
-        (["-i", str(there), "-o", str(tmp_path / "out"), "--max-concurrency", "0"], "at least 1"),
+        (["-i", str(there), "-o", str(tmp_path / "out"), "--max-concurrency", "0"], "1 to 4096, got 0"),
     ):
         assert cli.main(["run-batch", *argv]) == 2
         assert words in capsys.readouterr().err
