@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -148,6 +149,22 @@ def test_pause_holds_new_requests_until_resume(engine: Engine, mode: str):
     )
     if mode != "abort":
         assert ids_of([d for d in seen + deltas if (d.request_id, d.index) == ("a", 1)]) == alone
+
+
+def test_a_request_whose_grammar_is_ready_only_then(engine: Engine):
+    for command, back in ((Sleep(), WakeUp()), (Pause(), Resume())):
+        future: Future = Future()
+        engine._compiling["late"] = request("late", PROMPT, 4), future
+        engine.control(command)
+        assert not engine.busy
+        future.set_result(None)
+        (answer,) = drained(engine)
+        if isinstance(command, Sleep):
+            assert answer.error is not None and answer.error.type == EngineAsleep.type
+        else:
+            assert answer.error is None and engine.knows("late")
+        engine.control(back)
+    assert ends(drained(engine)) == {"late": "length"}
 
 
 def test_a_deadline_runs_while_paused(engine: Engine):
