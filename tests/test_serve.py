@@ -212,15 +212,19 @@ async def test_pause_and_sleep_over_the_socket(tmp_path: Path):
 
             async def asked(**more) -> list[asyncio.Task]:
                 calls = [asyncio.create_task(post("/v1/completions", body(i, stream=False, **more))) for i in range(8)]
-                while await (await session.get(f"{server.url}/load")).json() != {"server_load": 8}:
-                    await asyncio.sleep(0.01)
+                await load(8)
                 return calls
+
+            async def load(calls: int) -> None:
+                while await (await session.get(f"{server.url}/load")).json() != {"server_load": calls}:
+                    await asyncio.sleep(0.01)
 
             before = await text()
             running = await asked(max_tokens=100)
             assert await post("/pause?mode=wait") == (200, {"status": "paused"})
             held = asyncio.create_task(text())
             assert {(await one)[0] for one in running} == {200}
+            await load(1)
             assert await post("/sleep?level=2&mode=wait") == (200, {"is_sleeping": True})
             status, answer = await post("/v1/completions", body(1, stream=False))
             assert (status, answer["error"]["type"]) == (503, "EngineAsleepError")
