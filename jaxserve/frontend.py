@@ -369,7 +369,12 @@ class RequestText:
         return self.sequences[delta.index].push(delta)
 
     def embedding(self, dimensions: int | None = None) -> np.ndarray:
-        """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None."""
+        """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None.
+
+        Raises EngineError if the request was aborted.
+        """
+        if not self._embedding:
+            raise EngineError("the request was aborted before there was an embedding")
         vector = np.frombuffer(self._embedding, "<f4")[:dimensions]
         return vector / np.maximum(np.linalg.norm(vector), 1e-12)
 
