@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -304,8 +305,8 @@ def _parser_of(f: dataclasses.Field) -> Any:
     return float if "float" in kinds else int if "int" in kinds else str
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig]) -> None:
-    """Adds every option of `cls` as a flag, by group, MODEL also as a positional, and --config.
+def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig], *, without: Collection[str] = ()) -> None:
+    """Adds every option of `cls`, but those `without`, as a flag, by group, MODEL also as a positional, and --config.
 
     Unset flags stay absent, so that `from_arguments` can tell them from given ones. Parse with
     `parse_intermixed_args`: Python 3.12.1's `parse_args` loses a MODEL that stands after flags.
@@ -315,6 +316,8 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig]) -> N
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for f in dataclasses.fields(cls):
+        if f.name in without:
+            continue
         name = f.metadata["group"]
         group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(flag_of(f), **_argument(f))

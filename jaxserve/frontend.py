@@ -9,15 +9,16 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from jaxserve import chat, structured
 from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
+from jaxserve.fill_in_middle import FillInMiddle
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_IDS,
@@ -41,6 +42,27 @@ MAX_STOP_CHARS = 4096  # of one stop string
 MIN_LOGPROB = -9999.0  # what is sent for minus infinity, which JSON cannot say
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # as the offline API takes one
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Cuts a prompt to its last (`side` "left") or first tokens; `tokens` -1: as many as leave room for the output.
+
+    Of a text, the BOS token at its beginning stays.
+    """
+
+    tokens: int
+    side: Literal["left", "right"] = "left"
+
+    def cut(self, ids: list[int], most: int, bos: int | None) -> list[int]:
+        """`most`: tokens that the context takes beside the output."""
+        keep = most if self.tokens == -1 else self.tokens
+        if len(ids) <= keep:
+            return ids
+        if self.side == "right":
+            return ids[:keep]
+        head = ids[:1] if keep > 1 and ids[0] == bos else []
+        return head + ids[len(ids) - keep + len(head) :]
 
 
 class Frontend:
@@ -111,10 +133,14 @@ class Frontend:
         max_tokens_field: str | None = "max_tokens",
         grammar: str | None = None,
         structured_field: str = "structured_outputs",
+        truncation: Truncation | None = None,
+        suffix: str | None = None,
     ) -> Request:
         """Tokenises, checks and resolves. Raises RequestError naming field, limit and value.
 
         grammar: of llguidance, known to be good (structured.check_grammar); params.structured_outputs makes one, too.
+
+        suffix: the text after the output, for models that fill in the middle.
 
         max_tokens_field: what the client called it; None if max_tokens is a default, which yields where room is short.
 
@@ -133,13 +159,21 @@ class Frontend:
                 raise RequestError("structured outputs and a forced tool call exclude each other", param="tool_choice")
             grammar = structured.compile_grammar(params.structured_outputs, structured_field)
         bad_words_ids = [ids for word in params.bad_words or () for ids in self._bad_word_ids(word)]
+        ends: list[int] = []
+        if suffix:
+            prompt = self._fill_in_middle.prompt_ids(prompt, suffix, add_special_tokens=add_special_tokens)
+            ends = self._fill_in_middle.stop_ids
+        elif truncation and prompt:
+            room = max(self.info.max_model_len - (params.max_tokens or 1), 1)
+            whole = self.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+            prompt = truncation.cut(whole, room, self.tokenizer.bos_token_id if isinstance(prompt, str) else None)
         ids = self.prompt_ids(prompt, add_special_tokens=add_special_tokens, field=prompt_field)
         return Request(
             request_id=request_id,
             prompt_token_ids=ids,
             params=params,
             max_tokens=self._max_tokens(len(ids), params, max_tokens_field),
-            stop_ids=self._stop_ids(params),
+            stop_ids=self._stop_ids(params, ends),
             bad_words_ids=bad_words_ids,
             seed=params.seed,
             grammar=grammar,
@@ -247,10 +281,21 @@ class Frontend:
             )
         return params.max_tokens
 
-    def _stop_ids(self, params: SamplingParams) -> list[int]:
-        ids = [*(() if params.ignore_eos else self.eos_ids), *(params.stop_token_ids or ())]
-        assert len(ids) <= MAX_STOP_IDS, "the limits of eos_ids and stop_token_ids add up to it"
-        return list(dict.fromkeys(ids))
+    @cached_property
+    def _fill_in_middle(self) -> FillInMiddle:
+        return FillInMiddle(self.tokenizer)
+
+    def _stop_ids(self, params: SamplingParams, ends: list[int]) -> list[int]:
+        """`ends`: further tokens that end the output as EOS does."""
+        own = () if params.ignore_eos else (*self.eos_ids, *ends)
+        ids = list(dict.fromkeys([*own, *(params.stop_token_ids or ())]))
+        if len(ids) > MAX_STOP_IDS:
+            room = MAX_STOP_IDS - len(ids) + len(params.stop_token_ids or ())
+            raise RequestError(
+                f"stop_token_ids takes at most {room} entries here, got {len(params.stop_token_ids or ())}",
+                param="stop_token_ids",
+            )
+        return ids
 
     @staticmethod
     def _check_stops(params: SamplingParams) -> None:
@@ -326,7 +371,12 @@ class RequestText:
         return self.sequences[delta.index].push(delta)
 
     def embedding(self, dimensions: int | None = None) -> np.ndarray:
-        """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None."""
+        """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None.
+
+        Raises EngineError if the request was aborted.
+        """
+        if not self._embedding:
+            raise EngineError("the request was aborted before there was an embedding")
         vector = np.frombuffer(self._embedding, "<f4")[:dimensions]
         return vector / np.maximum(np.linalg.norm(vector), 1e-12)
 

@@ -8,13 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, offline_config
+from jaxserve.control import Sleep, WakeUp
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineError, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
@@ -188,6 +189,19 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages: the next prompts are computed anew."""
         self._engine.reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: Literal["abort", "wait"] = "abort") -> None:
+        """Frees the device's memory until wake_up(). Weights go to host memory (1), or are dropped (2).
+
+        mode: what is enqueued ends with finish_reason "abort", or is finished first; wait_for_completion() has it.
+        """
+        self._engine.control(Sleep(level=level, mode=mode))
+        while self._engine.busy:
+            self._step()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the device's memory again: of both "weights" and "kv_cache", or of one. Level 2: loads the weights."""
+        self._engine.control(WakeUp() if tags is None else WakeUp(tuple(tags)))  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------------------------------- requests in and out
 

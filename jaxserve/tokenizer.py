@@ -101,6 +101,10 @@ class Tokenizer:
         """The id of an added token (special or not), such as a mark of the chat format."""
         return self._added_ids.get(text)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        return self._backend.token_to_id(token)
+
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to the text, which may be part of a character. b"" past the vocabulary."""
         if (added := self._added_bytes.get(token_id)) is not None:

@@ -106,13 +106,13 @@ async def _start(site: web.TCPSite, config: ServeConfig) -> None:
 
 async def _finish(server: Server, grace_s: float, hurry: asyncio.Event) -> None:
     """Waits for the running calls, then ends what is left at the engine: its answer says "abort"."""
-    if server.running:
-        log.info("finishing %d running requests, for at most %g s", len(server.running), grace_s)
+    if server.calls:
+        log.info("finishing %d running calls, for at most %g s", len(server.calls), grace_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
-            while server.running and not hurry.is_set():
+            while server.calls and not hurry.is_set():
                 await asyncio.sleep(0.02)
-    if left := list(server.running):
+    if left := [request_id for call in server.calls for request_id in call.request_ids]:
         log.warning("cancelling %d requests that did not finish in time", len(left))
         await asyncio.gather(*map(server.client.cancel, left), return_exceptions=True)
 

@@ -28,7 +28,7 @@ from jaxserve.http.replies import (
     ToolCall,
     Usage,
 )
-from jaxserve.http.request_id import CALL_ID
+from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import ChatBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import SERVER, Server, read_object
@@ -48,7 +48,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     made = await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s)
     text = server.frontend.text(made.request, shown_ids=made.conversation.shown_ids)
     answer = ChatAnswer(server, call_id, body, text, made.conversation, "prompt_logprobs" in sampling)
-    generation = Generation(server, [text])
+    generation = Generation(server, [text], call_names(request))
     if body.stream:
         return await stream_answer(request, generation, answer.chunks, answer.last)
     await drain(generation)
@@ -104,6 +104,7 @@ def _make_request(
         prompt_field="messages",
         max_tokens_field=max_tokens_field,
         grammar=conversation.grammar,
+        truncation=body.truncation(server.frontend.info.max_model_len),
     )
     return Made(request, conversation)
 

@@ -75,7 +75,7 @@ class ResponseCall:
         text = server.frontend.text(made.request, shown_ids=made.conversation.shown_ids)
         shapes = LogprobShapes(server.frontend.tokenizer, body.top_logprobs) if body.with_logprobs else None
         self.server = server
-        self.generation = Generation(server, [text])
+        self.generation = Generation(server, [text], [response.id])
         self.writer = ResponseWriter(response, text, made.conversation.parser(), shapes)
 
 

@@ -4,6 +4,17 @@ from aiohttp import web
 
 from jaxserve.http.chat import chat_completions
 from jaxserve.http.completions import completions
+from jaxserve.http.control import (
+    abort_requests,
+    is_paused,
+    is_sleeping,
+    load,
+    pause,
+    reset_prefix_cache,
+    resume,
+    sleep,
+    wake_up,
+)
 from jaxserve.http.embeddings import embeddings
 from jaxserve.http.health import health, show_version
 from jaxserve.http.metrics import metrics
@@ -18,6 +29,17 @@ from jaxserve.http.responses import (
 )
 from jaxserve.http.tokenize import detokenize, tokenize
 
+CONTROL_ROUTES = [  # of the engine as a whole
+    web.get("/load", load),
+    web.post("/abort_requests", abort_requests),
+    web.post("/reset_prefix_cache", reset_prefix_cache),
+    web.post("/pause", pause),
+    web.post("/resume", resume),
+    web.get("/is_paused", is_paused),
+    web.post("/sleep", sleep),
+    web.post("/wake_up", wake_up),
+    web.get("/is_sleeping", is_sleeping),
+]
 ROUTES = [
     web.post("/v1/chat/completions", chat_completions),
     web.post("/v1/completions", completions),
@@ -37,4 +59,5 @@ ROUTES = [
     web.post("/ping", health),
     web.get("/version", show_version),
     web.get("/metrics", metrics),
+    *CONTROL_ROUTES,
 ]

@@ -15,6 +15,7 @@ import msgspec
 
 from jaxserve import structured
 from jaxserve.errors import RequestError
+from jaxserve.frontend import Truncation
 from jaxserve.request import MAX_LOGPROBS, SamplingParams, check_limits, knob, short
 
 MAX_PROMPTS = 1024
@@ -59,12 +60,10 @@ UNSUPPORTED: dict[str, tuple] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "stream_interval": (1,),
-    "suffix": (),
+    "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tools": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
@@ -107,6 +106,10 @@ class GenerateBody(Body):
     structured_outputs: dict | None = knob(None, "what the output must be: one of json, regex, choice, grammar, ...")
     return_token_ids: bool = knob(False, "also send the ids of the prompt's and the output's tokens")
     return_tokens_as_token_ids: bool = knob(False, "name tokens as token_id:N in logprobs")
+    truncate_prompt_tokens: int | None = knob(
+        None, "cut the prompt to so many tokens; -1: to what leaves room for max_tokens", ge=-1
+    )
+    truncation_side: str | None = knob(None, "what is cut off: left (the beginning; the default) or right")
     # OpenAI fields that ask for nothing of us.
     user: str | None = knob(None, "not used")
     metadata: dict | None = knob(None, "not used")
@@ -117,6 +120,7 @@ class GenerateBody(Body):
 
     def check(self) -> None:
         super().check()
+        self._check_truncation()
         if self.stream_options is None:
             return
         if not self.stream:
@@ -128,6 +132,31 @@ class GenerateBody(Body):
                 raise RequestError(f"stream_options.{name} must be bool, got {short(value)}", param="stream_options")
         if self.stream_options.get("include_obfuscation"):
             raise RequestError("stream_options.include_obfuscation is not supported yet", param="stream_options")
+
+    def _check_truncation(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens must be at least 1, or -1, got 0", param="truncate_prompt_tokens"
+            )
+        if self.truncation_side is None:
+            return
+        if self.truncation_side not in ("left", "right"):
+            given = short(self.truncation_side)
+            raise RequestError(f"truncation_side must be left or right, got {given}", param="truncation_side")
+        if self.truncate_prompt_tokens is None:
+            raise RequestError("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        """How to cut the prompt. Raises RequestError if that is more than the context."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        if self.truncate_prompt_tokens > max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens must be at most the model's context of {max_model_len} tokens, got"
+                f" {short(self.truncate_prompt_tokens)}",
+                param="truncate_prompt_tokens",
+            )
+        return Truncation(self.truncate_prompt_tokens, "right" if self.truncation_side == "right" else "left")
 
     @property
     def structured_field(self) -> str:
@@ -152,7 +181,18 @@ class CompletionBody(GenerateBody):
 
     prompt: str | list = dataclasses.field(metadata={"doc": "a text, token ids, or a list of either"})
     echo: bool = knob(False, "begin the output with the prompt")
+    best_of: int | None = knob(None, "generate so many, and send the n of the highest logprob per token", ge=1, le=128)
+    suffix: str | None = knob(None, "text after the output, for models that fill in the middle; empty: none")
     add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as BOS, to a text")
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of > 1 and self.stream:
+            raise RequestError(f"best_of must be 1 with stream=true, got {self.best_of}", param="best_of")
+        if self.suffix and self.echo:
+            raise RequestError("suffix may not be combined with echo=true", param="suffix")
+        if self.suffix and self.truncate_prompt_tokens is not None:
+            raise RequestError("suffix may not be combined with truncate_prompt_tokens", param="suffix")
 
     def prompts(self) -> list[str | list[int]]:
         return split_prompts(self.prompt)
@@ -246,6 +286,13 @@ class EmbeddingBody(Body):
 
     def prompts(self) -> list[str | list[int]]:
         return split_prompts(self.input, "input", MAX_INPUTS)
+
+
+@dataclass(kw_only=True)
+class AbortBody(Body):
+    """POST /abort_requests."""
+
+    request_ids: list[str] | None = knob(None, "chatcmpl-..., cmpl-..., or X-Request-Id; none: all")
 
 
 class FieldSpec(NamedTuple):

@@ -16,6 +16,7 @@ import uvloop
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxserve.config import ServeConfig
+from jaxserve.control import Command, Pause, Resume, Sleep, WakeUp
 from jaxserve.errors import EngineError, JaxserveError, QueueFull
 from jaxserve.frontend import Frontend
 from jaxserve.http.app import serve
@@ -121,6 +122,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.open: dict[str, Sequences] = {}
         self.cancelled: list[tuple[str, int | None]] = []
+        self.commands: list[Command] = []
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._max_queue = max_queue
 
@@ -149,6 +151,20 @@ class FakeEngine:
             sequences.cancelled.update(range(sequences.request.params.n) if index is None else [index])
             if index is None and sequences.task:
                 sequences.task.cancel()
+
+    async def control(self, command: Command) -> EngineStats:
+        await asyncio.sleep(0)
+        if self.refusal:
+            raise self.refusal
+        self.commands.append(command)
+        match command:
+            case Pause() | Resume():
+                self.stats.paused = isinstance(command, Pause)
+            case Sleep():
+                self.stats.sleep_level = command.level
+            case WakeUp() if len(command.tags) == 2:
+                self.stats.sleep_level = 0
+        return self.stats
 
     async def _run(self, sequences: Sequences) -> None:
         request = sequences.request
