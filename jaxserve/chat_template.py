@@ -45,8 +45,11 @@ class ChatTemplate:
             raise RequestError(
                 "add_generation_prompt and continue_final_message exclude each other", param="continue_final_message"
             )
-        # A null field is an absent one: templates would print None.
-        messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        # A null field is an absent one: templates would print None. But some ask whether content is none.
+        messages = [
+            {k: v for k, v in message.items() if v is not None or k == "content" and self.tests_content}
+            for message in messages
+        ]
         if continue_final_message:
             messages = [*messages[:-1], _marked(messages[-1])]
         try:
@@ -56,6 +59,30 @@ class ChatTemplate:
         except Exception as error:  # template code is foreign: a TypeError in it is as good as raise_exception()
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from None
         return _cut_at_mark(text) if continue_final_message else text
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The variables that it reads."""
+        tree = self._environment.parse(self._source)
+        return frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load")
+
+    @cached_property
+    def fields(self) -> frozenset[str]:
+        """The fields that it reads of messages or of anything else: `message.name` or `message["name"]`."""
+        tree = self._environment.parse(self._source)
+        items = (node.arg.value for node in tree.find_all(nodes.Getitem) if isinstance(node.arg, nodes.Const))
+        return frozenset(
+            {node.attr for node in tree.find_all(nodes.Getattr)} | {i for i in items if isinstance(i, str)}
+        )
+
+    def mentions(self, text: str) -> bool:
+        return text in self._source
+
+    @cached_property
+    def tests_content(self) -> bool:
+        """Whether it asks if a message's content is none, as a message that only calls tools has it."""
+        tree = self._environment.parse(self._source)
+        return any(test.name == "none" and _is_content(test.node, frozenset()) for test in tree.find_all(nodes.Test))
 
     @cached_property
     def wants_parts(self) -> bool:

@@ -28,6 +28,9 @@ class Command:
 
 COMMANDS: dict[tuple[str, ...], Command] = {
     ("serve",): Command("jaxserve.cli", "serve a model behind the OpenAI API", "[MODEL] [options]"),
+    ("run-batch",): Command(
+        "jaxserve.run_batch", "answer a file of requests (OpenAI's batch format)", "-i IN -o OUT [MODEL] [options]"
+    ),
     ("chat",): Command("jaxserve.repl", "chat with a running server"),
     ("complete",): Command("jaxserve.repl", "complete text with a running server"),
     ("bench", "latency"): Command("jaxserve.bench.latency", "offline: time of one batch", "[MODEL] [options]"),

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ from typing import Any
 from jaxserve.errors import ConfigError
 
 DEMO_MODEL = "demo"  # MODEL of `jaxserve serve` without one: SmolLM2-135M-Instruct from a wheel on PyPI
+
+
+AUTO_OR_NONE = ("auto", "none")
+TOOL_CALL_PARSERS = (
+    "deepseek_v3", "deepseek_v31", "granite", "hermes", "llama3_json", "mistral", "openai", "phi4_mini_json",
+    "pythonic", "qwen3_coder", "qwen3_xml",
+)  # fmt: skip
+REASONING_PARSERS = ("deepseek_r1", "granite", "mistral", "openai", "qwen3")
 
 
 def option(
@@ -162,6 +171,18 @@ class ServeConfig(EngineConfig):
     served_model_name: list[str] = option(
         [], "name(s) of the model in the API; none: MODEL", group="HTTP server", many=True
     )
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto: what its chat template shows, if that is clear",
+        group="HTTP server",
+        choices=(*AUTO_OR_NONE, *TOOL_CALL_PARSERS),
+    )
+    reasoning_parser: str = option(
+        "auto",
+        "how the model writes its reasoning; auto: what its chat template shows, if that is clear",
+        group="HTTP server",
+        choices=(*AUTO_OR_NONE, *REASONING_PARSERS),
+    )
     allowed_origins: list[str] = option(
         [],
         "origins whose pages may call from a browser (CORS), or *; none: off",
@@ -180,6 +201,12 @@ class ServeConfig(EngineConfig):
     max_body_bytes: int = option(16 * 2**20, "largest request body", group="HTTP server", parse=parse_size, ge=1024)
     ignore_unknown_fields: bool = option(
         False, "accept and drop request fields that jaxserve does not know", group="HTTP server"
+    )
+    response_store_size: int = option(
+        1000, "responses of /v1/responses kept in memory at most; 0: none", group="HTTP server", ge=0, le=1_000_000
+    )
+    response_store_ttl: float = option(
+        86_400, "seconds for which they are kept", group="HTTP server", gt=0, le=86_400 * 365
     )
 
     def __post_init__(self) -> None:
@@ -279,8 +306,8 @@ def _parser_of(f: dataclasses.Field) -> Any:
     return float if "float" in kinds else int if "int" in kinds else str
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig]) -> None:
-    """Adds every option of `cls` as a flag, by group, MODEL also as a positional, and --config.
+def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig], *, without: Collection[str] = ()) -> None:
+    """Adds every option of `cls`, but those `without`, as a flag, by group, MODEL also as a positional, and --config.
 
     Unset flags stay absent, so that `from_arguments` can tell them from given ones. Parse with
     `parse_intermixed_args`: Python 3.12.1's `parse_args` loses a MODEL that stands after flags.
@@ -290,6 +317,8 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig]) -> N
     )
     groups: dict[str, argparse._ArgumentGroup] = {}
     for f in dataclasses.fields(cls):
+        if f.name in without:
+            continue
         name = f.metadata["group"]
         group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(flag_of(f), **_argument(f))

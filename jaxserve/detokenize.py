@@ -97,13 +97,17 @@ class Detokenizer:
         include_stop: bool = False,
         skip_special_tokens: bool = True,
         prompt_token_ids: Sequence[int] = (),
+        shown_ids: frozenset[int] = frozenset(),
     ):
-        """`prompt_token_ids`: if the prompt ends inside a character, the first tokens complete it."""
+        """`prompt_token_ids`: if the prompt ends inside a character, the first tokens complete it.
+
+        shown_ids: special tokens that are not skipped, since a parser reads them.
+        """
         self._tokenizer = tokenizer
         self._stops = stops
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._hidden = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = [i for i in prompt_token_ids[-2 * MAX_CHAR_BYTES :] if i not in self._hidden]
         self._decoder.decode(b"".join(map(tokenizer.token_bytes, tail)))
@@ -188,6 +192,7 @@ class SequenceText:
         stops: StopMatcher | None = None,
         prompt_token_ids: Sequence[int] = (),
         stop_ids: Collection[int] = (),
+        shown_ids: frozenset[int] = frozenset(),
     ):
         """stop_ids: tokens that have no text where they end the sequence."""
         self._params = params
@@ -201,6 +206,7 @@ class SequenceText:
                 include_stop=params.include_stop_str_in_output,
                 skip_special_tokens=params.skip_special_tokens,
                 prompt_token_ids=prompt_token_ids,
+                shown_ids=shown_ids,
             )
         self._waiting: list[tuple[int, TokenLogprobs | None, int, int]] = []  # token, logprobs, begin, end
         self._parts: list[str] = []

@@ -15,6 +15,8 @@ import numpy as np
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, cache_dir, set_memory_share
+from jaxserve.control import Command
+from jaxserve.controller import Controller
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError, JaxserveError, RequestError
 from jaxserve.grammar import GrammarCompiler, GrammarState
 from jaxserve.plan import Event, Plan
@@ -44,7 +46,7 @@ class Engine:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None, *, checks: bool = False):
         started = time.monotonic()
         device = _start_jax(config.gpu_memory_utilization)
-        from jaxserve.models.loading import load_model
+        from jaxserve.models.loading import LoadedModel, load_model
         from jaxserve.models.registry import resolve
         from jaxserve.pallas_kernels.ops import resolve_backend
         from jaxserve.runner import Runner
@@ -67,9 +69,13 @@ class Engine:
                 f"got {page_size}",
                 param="page_size",
             )
-        loaded = load_model(
-            checkpoint, model_config, choices["dtype"], load_format=config.load_format, seed=config.seed
-        )
+
+        def load() -> LoadedModel:
+            return load_model(
+                checkpoint, model_config, choices["dtype"], load_format=config.load_format, seed=config.seed
+            )
+
+        loaded = load()
         log.info(
             "weights: %s, %.2f GiB of %s on %s, %.1f s", checkpoint.name, loaded.nbytes / 2**30, choices["dtype"],
             device.device_kind, time.monotonic() - started,
@@ -106,6 +112,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
             checks=checks,
         )
+        self._controller = Controller(self._scheduler, self._runner, load)
         self._vocab_size = model_config.vocab_size
         self._vocabulary: Vocabulary | None = None
         self._grammars: GrammarCompiler | None = None
@@ -135,12 +142,14 @@ class Engine:
         return self._grammars
 
     def submit(self, request: Request) -> bool:
-        """Accepts a request. Raises QueueFull, RequestError if it can never be served, EngineDead after a bad step.
+        """Accepts a request.
+
+        Raises QueueFull, RequestError if it can never be served, EngineAsleep, EngineDead after a bad step.
 
         False: its grammar has to be compiled first; a later step() gives a delta that says whether it is accepted.
         """
-        if self._broken:
-            raise EngineDead(f"the engine failed: {self._broken}")
+        self._check_alive()
+        self._controller.check_awake()
         if request.seed is None:
             request.seed = self._seeds.getrandbits(63)
         if self._timeout_s and request.deadline_s is None:
@@ -165,7 +174,10 @@ class Engine:
         self._scheduler.cancel(request_id, index)
 
     def has_work(self) -> bool:
-        return self._in_flight is not None or self._scheduler.has_work or bool(self._compiling or self._refused)
+        """Whether a step is worth while now: not for requests that a pause holds, unless a deadline is over."""
+        if self._in_flight is not None or self._scheduler.has_work or self._compiling or self._refused:
+            return True
+        return self._scheduler.overdue(time.monotonic())
 
     def knows(self, request_id: str) -> bool:
         """Whether the request still has an unfinished sequence."""
@@ -175,8 +187,25 @@ class Engine:
         """Forgets all cached pages."""
         self._scheduler.reset_prefix_cache()
 
+    def control(self, command: Command) -> None:
+        """Begins a command of control.py; until it is done `busy` is true, and steps are needed if there is work.
+
+        Raises RequestError or EngineError if it cannot be, EngineDead after a bad step.
+        """
+        self._check_alive()
+        self._controller.begin(command)
+
+    @property
+    def busy(self) -> bool:
+        return self._controller.busy
+
+    def _check_alive(self) -> None:
+        if self._broken:
+            raise EngineDead(f"the engine failed: {self._broken}")
+
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
+        stats.paused, stats.sleep_level = self._controller.paused, self._controller.sleep_level
         stats.compiles_after_warmup = self._runner.compiles_after_warmup
         return stats
 
@@ -201,6 +230,7 @@ class Engine:
                 self._prompt_logprobs.pop(delta.request_id, None)
                 self._first_launch_s.pop(delta.request_id, None)
                 self._sums.pop(delta.request_id, None)
+        self._controller.advance()
         return deltas
 
     def _step(self) -> list[SequenceDelta]:
@@ -227,6 +257,7 @@ class Engine:
             del self._compiling[request.request_id]
             answer = SequenceDelta(request.request_id, -1)
             try:
+                self._controller.check_awake()
                 self._scheduler.add(request, future.result())
             except JaxserveError as error:
                 answer.finish_reason, answer.error = "error", error.info()

@@ -5,6 +5,8 @@
     SocketClient ◄────────── Ready(info) ─────── (ZeroMQ over a socket file in a private directory)
         submit, cancel ───── Submit, Cancel ───► drained before each step
         deltas ◄──────────── StepDone ────────── one message per step and front end: all deltas, the stats
+        control ──────────── Control ──────────► pause, sleep, ... (control.py)
+        its answer ◄──────── Controlled ──────── once it is done
 
 HTTP, JSON and text stay on the front end's side: the GIL is one lock, and 256 streams of SSE would starve the step.
 The engine ends when its stdin closes, so it never outlives its parent. Messages are msgpack, decoded into typed
@@ -13,6 +15,7 @@ structs: nothing that arrives can run code.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import shutil
@@ -30,6 +33,7 @@ import zmq.asyncio
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, engine_environment
+from jaxserve.control import Command
 from jaxserve.errors import ConfigError, EngineDead, ErrorInfo, JaxserveError
 from jaxserve.frontend import Frontend
 from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta
@@ -60,6 +64,21 @@ class Cancel(msgspec.Struct, tag=True):
     index: int | None
 
 
+class Control(msgspec.Struct, tag=True):
+    """A command to the engine as a whole; `number` tells the front end's open ones apart."""
+
+    number: int
+    command: Command
+
+
+class Controlled(msgspec.Struct, tag=True):
+    """The answer to Control: the state after the command, or why it cannot be."""
+
+    number: int
+    stats: EngineStats
+    error: ErrorInfo | None = None
+
+
 class Ready(msgspec.Struct, tag=True):
     info: EngineInfo
 
@@ -76,8 +95,8 @@ class StepDone(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
-ToEngine = Hello | UseVocabulary | Submit | Cancel
-FromEngine = Ready | Failed | StepDone
+ToEngine = Hello | UseVocabulary | Submit | Cancel | Control
+FromEngine = Ready | Failed | StepDone | Controlled
 
 
 # ---------------------------------------------------------------------------------------------- front end side
@@ -94,6 +113,8 @@ class SocketClient:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
         self._streams: dict[str, asyncio.Queue[SequenceDelta | JaxserveError]] = {}
+        self._controls: dict[int, asyncio.Future[EngineStats]] = {}
+        self._numbers = itertools.count()
         self._reader: asyncio.Task | None = None
         self._dead: JaxserveError | None = None
         self.info: EngineInfo
@@ -143,6 +164,18 @@ class SocketClient:
         if not self._dead:
             await self._socket.send(self._encode(Cancel(request_id, index)))
 
+    async def control(self, command: Command) -> EngineStats:
+        """See EngineClient.control."""
+        if self._dead:
+            raise EngineDead(self._dead.message)
+        number = next(self._numbers)
+        answer = self._controls[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._socket.send(self._encode(Control(number, command)))
+            return await answer
+        finally:
+            del self._controls[number]
+
     def healthy(self) -> bool:
         return self._dead is None
 
@@ -152,6 +185,9 @@ class SocketClient:
             self._dead = error
             for queue in self._streams.values():
                 queue.put_nowait(error)
+            for answer in self._controls.values():
+                if not answer.done():
+                    answer.set_exception(error)
 
     async def _read(self) -> None:
         try:
@@ -168,6 +204,10 @@ class SocketClient:
                 for delta in deltas:
                     if queue := self._streams.get(delta.request_id):
                         queue.put_nowait(delta)
+            case Controlled(number, stats, error):
+                self.stats = stats
+                if (answer := self._controls.get(number)) and not answer.done():
+                    answer.set_exception(error.exception()) if error else answer.set_result(stats)
             case Failed(error, _):
                 self.die(EngineDead(error.message))
 
@@ -301,6 +341,7 @@ class EngineServer:
         self._owners: dict[str, bytes] = {}  # request id -> front end
         self._front_ends: list[bytes] = []
         self._answers: list[SequenceDelta] = []
+        self._controls: list[tuple[bytes, int]] = []  # begun and not done: front end, number
         self._stats_due_s = 0.0
 
     def run(self, config: EngineConfig) -> None:
@@ -322,6 +363,8 @@ class EngineServer:
             self._answers = []
             if engine.has_work():
                 self._send(engine.step())
+            if not engine.busy:
+                self._answer_controls()
 
     def _drain(self, *, wait: bool) -> None:
         """Takes all messages that have come; if `wait`, sleeps until there is one (or the idle poll is over)."""
@@ -341,6 +384,22 @@ class EngineServer:
                     self._answers += self._submit(request)
                 case Cancel(request_id, index):
                     self._engine.cancel(request_id, index)
+                case Control(number, command):
+                    self._control(front_end, number, command)
+
+    def _control(self, front_end: bytes, number: int, command: Command) -> None:
+        try:
+            self._engine.control(command)
+        except JaxserveError as error:
+            answer = Controlled(number, self._engine.stats(), error.info())
+            self._socket.send_multipart([front_end, self._encode(answer)])
+        else:
+            self._controls.append((front_end, number))
+
+    def _answer_controls(self) -> None:
+        for front_end, number in self._controls:
+            self._socket.send_multipart([front_end, self._encode(Controlled(number, self._engine.stats()))])
+        self._controls = []
 
     def _submit(self, request: Request) -> list[SequenceDelta]:
         """The engine's answer, if it has one already."""

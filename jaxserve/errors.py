@@ -11,6 +11,7 @@
     │   └── QueueFull             429 RateLimitError         (carries Retry-After)
     ├── EngineError               500 InternalServerError    (this request failed, the engine goes on)
     ├── EngineDead                503 ServiceUnavailableError
+    ├── EngineAsleep              503 EngineAsleepError      (carries Retry-After)
     ├── DeadlineExceeded          504 TimeoutError
     └── ConfigError               start-up only              (a ValueError)
         └── DoesNotFit                                       (memory: need, have, longest that fits)
@@ -38,7 +39,7 @@ class ErrorInfo:
 
     def exception(self) -> "JaxserveError":
         """The exception this was made from."""
-        cls = _BY_STATUS.get(self.code, EngineError)
+        cls = EngineAsleep if self.type == EngineAsleep.type else _BY_STATUS.get(self.code, EngineError)
         error = cls(self.message, param=self.param)
         error.retry_after_s = self.retry_after_s
         return error
@@ -129,6 +130,14 @@ class EngineDead(JaxserveError):
 
     status = 503
     type = "ServiceUnavailableError"
+
+
+class EngineAsleep(JaxserveError):
+    """The engine was sent to sleep, and takes requests again once it is woken up."""
+
+    status = 503
+    type = "EngineAsleepError"
+    retry_after_s = 10
 
 
 class DeadlineExceeded(JaxserveError):

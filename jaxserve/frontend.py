@@ -10,15 +10,16 @@ import math
 import operator
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from jaxserve import chat, structured
 from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
+from jaxserve.fill_in_middle import FillInMiddle
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_STOP_IDS,
@@ -43,6 +44,27 @@ DEFAULTS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 MIN_LOGPROB = -9999.0  # what is sent for minus infinity, which JSON cannot say
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # as the offline API takes one
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """Cuts a prompt to its last (`side` "left") or first tokens; `tokens` -1: as many as leave room for the output.
+
+    Of a text, the BOS token at its beginning stays.
+    """
+
+    tokens: int
+    side: Literal["left", "right"] = "left"
+
+    def cut(self, ids: list[int], most: int, bos: int | None) -> list[int]:
+        """`most`: tokens that the context takes beside the output."""
+        keep = most if self.tokens == -1 else self.tokens
+        if len(ids) <= keep:
+            return ids
+        if self.side == "right":
+            return ids[:keep]
+        head = ids[:1] if keep > 1 and ids[0] == bos else []
+        return head + ids[len(ids) - keep + len(head) :]
 
 
 class Frontend:
@@ -93,6 +115,7 @@ class Frontend:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
         **template_kwargs: Any,
     ) -> str:
         """The prompt of a conversation; make_request takes it with add_special_tokens=False. Raises RequestError."""
@@ -103,6 +126,7 @@ class Frontend:
             continue_final_message=continue_final_message,
             chat_template=chat_template,
             template_kwargs=template_kwargs,
+            tools=tools,
         )
 
     def make_request(
@@ -119,10 +143,14 @@ class Frontend:
         max_tokens_field: str | None = "max_tokens",
         grammar: str | None = None,
         structured_field: str = "structured_outputs",
+        truncation: Truncation | None = None,
+        suffix: str | None = None,
     ) -> Request:
         """Tokenises, checks and resolves. Raises RequestError naming field, limit and value.
 
         grammar: of llguidance, known to be good (structured.check_grammar); params.structured_outputs makes one, too.
+
+        suffix: the text after the output, for models that fill in the middle.
 
         max_tokens_field: what the client called it; None if max_tokens is a default, which yields where room is short.
 
@@ -140,13 +168,21 @@ class Frontend:
                 raise RequestError("structured outputs and a forced tool call exclude each other", param="tool_choice")
             grammar = structured.compile_grammar(params.structured_outputs, structured_field)
         bad_words_ids = [ids for word in params.bad_words or () for ids in self._bad_word_ids(word)]
+        ends: list[int] = []
+        if suffix:
+            prompt = self._fill_in_middle.prompt_ids(prompt, suffix, add_special_tokens=add_special_tokens)
+            ends = self._fill_in_middle.stop_ids
+        elif truncation and prompt:
+            room = max(self.info.max_model_len - (params.max_tokens or 1), 1)
+            whole = self.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+            prompt = truncation.cut(whole, room, self.tokenizer.bos_token_id if isinstance(prompt, str) else None)
         ids = self.prompt_ids(prompt, add_special_tokens=add_special_tokens, field=prompt_field)
         return Request(
             request_id=request_id,
             prompt_token_ids=ids,
             params=params,
             max_tokens=self._max_tokens(len(ids), params, max_tokens_field),
-            stop_ids=self._stop_ids(params),
+            stop_ids=self._stop_ids(params, ends),
             bad_words_ids=bad_words_ids,
             seed=params.seed,
             grammar=grammar,
@@ -173,9 +209,9 @@ class Frontend:
         request.pooling = pooling
         return request
 
-    def text(self, request: Request) -> "RequestText":
-        """What turns the request's deltas into text."""
-        return RequestText(self.tokenizer, request)
+    def text(self, request: Request, *, shown_ids: frozenset[int] = frozenset()) -> "RequestText":
+        """What turns the request's deltas into text. `shown_ids`: special tokens that are text whatever is skipped."""
+        return RequestText(self.tokenizer, request, shown_ids)
 
     def output_builder(self, request: Request, prompt: str | None = None) -> "OutputBuilder":
         return OutputBuilder(self.tokenizer, request, prompt)
@@ -254,10 +290,21 @@ class Frontend:
             )
         return params.max_tokens
 
-    def _stop_ids(self, params: SamplingParams) -> list[int]:
-        ids = [*(() if params.ignore_eos else self.eos_ids), *(params.stop_token_ids or ())]
-        assert len(ids) <= MAX_STOP_IDS, "the limits of eos_ids and stop_token_ids add up to it"
-        return list(dict.fromkeys(ids))
+    @cached_property
+    def _fill_in_middle(self) -> FillInMiddle:
+        return FillInMiddle(self.tokenizer)
+
+    def _stop_ids(self, params: SamplingParams, ends: list[int]) -> list[int]:
+        """`ends`: further tokens that end the output as EOS does."""
+        own = () if params.ignore_eos else (*self.eos_ids, *ends)
+        ids = list(dict.fromkeys([*own, *(params.stop_token_ids or ())]))
+        if len(ids) > MAX_STOP_IDS:
+            room = MAX_STOP_IDS - len(ids) + len(params.stop_token_ids or ())
+            raise RequestError(
+                f"stop_token_ids takes at most {room} entries here, got {len(params.stop_token_ids or ())}",
+                param="stop_token_ids",
+            )
+        return ids
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
         """The word's tokens at the beginning of a text and after a space."""
@@ -280,13 +327,13 @@ class Frontend:
 class RequestText:
     """The text of one request's n sequences as their tokens come."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request):
+    def __init__(self, tokenizer: Tokenizer, request: Request, shown_ids: frozenset[int] = frozenset()):
         self.request = request
         self.tokenizer = tokenizer
         params = request.params
         stops = StopMatcher(params.stop) if params.stop else None
         self.sequences = [
-            SequenceText(i, tokenizer, params, stops, request.prompt_token_ids, request.stop_ids)
+            SequenceText(i, tokenizer, params, stops, request.prompt_token_ids, request.stop_ids, shown_ids)
             for i in range(params.n)
         ]
         self.cached_tokens = 0
@@ -325,7 +372,12 @@ class RequestText:
         return self.sequences[delta.index].push(delta)
 
     def embedding(self, dimensions: int | None = None) -> np.ndarray:
-        """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None."""
+        """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None.
+
+        Raises EngineError if the request was aborted.
+        """
+        if not self._embedding:
+            raise EngineError("the request was aborted before there was an embedding")
         vector = np.frombuffer(self._embedding, "<f4")[:dimensions]
         return vector / np.maximum(np.linalg.norm(vector), 1e-12)
 

@@ -8,16 +8,18 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from jaxserve.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, offline_config
+from jaxserve.control import Sleep, WakeUp
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineError, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
+from jaxserve.parsers import check_tools
 from jaxserve.request import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -93,10 +95,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation, or each of a list of them."""
+        """Answers one conversation, or each of a list of them. `tools`, as OpenAI writes them, go to the template."""
         texts = self._conversations(
-            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs, tools
         )
         return self._finish(self._submit(texts, sampling_params, use_tqdm, None), use_tqdm)
 
@@ -110,10 +113,11 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> list[str]:
         """Submits conversations as chat() does; see enqueue()."""
         texts = self._conversations(
-            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs
+            messages, chat_template, add_generation_prompt, continue_final_message, chat_template_kwargs, tools
         )
         return self._enqueue(self._submit(texts, sampling_params, use_tqdm, None))
 
@@ -186,6 +190,19 @@ class LLM:
         """Forgets all cached pages: the next prompts are computed anew."""
         self._engine.reset_prefix_cache()
 
+    def sleep(self, level: int = 1, mode: Literal["abort", "wait"] = "abort") -> None:
+        """Frees the device's memory until wake_up(). Weights go to host memory (1), or are dropped (2).
+
+        mode: what is enqueued ends with finish_reason "abort", or is finished first; wait_for_completion() has it.
+        """
+        self._engine.control(Sleep(level=level, mode=mode))
+        while self._engine.busy:
+            self._step()
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the device's memory again: of both "weights" and "kv_cache", or of one. Level 2: loads the weights."""
+        self._engine.control(WakeUp() if tags is None else WakeUp(tuple(tags)))  # type: ignore[arg-type]
+
     # ---------------------------------------------------------------------------------------- requests in and out
 
     def _conversations(
@@ -195,8 +212,10 @@ class LLM:
         add_generation_prompt: bool,
         continue_final_message: bool,
         chat_template_kwargs: dict[str, Any] | None,
+        tools: list[dict[str, Any]] | None,
     ) -> list[tuple[str | list[int], bool]]:
         """The prompt of each conversation."""
+        offered = None if tools is None else [tool.for_template() for tool in check_tools(tools)]
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         return [
             (
@@ -205,6 +224,7 @@ class LLM:
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template=chat_template,
+                    tools=offered,
                     **(chat_template_kwargs or {}),
                 ),
                 False,

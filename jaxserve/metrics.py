@@ -77,6 +77,8 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
         "share of token slots in pages of running sequences that hold no token, 0 to 1",
         lambda s: (s.allocated_token_slots - s.used_token_slots) / max(s.allocated_token_slots, 1),
     ),
+    "engine_paused": ("1 while POST /pause holds new requests", lambda s: s.paused),
+    "engine_sleep_level": ("0: awake; 1: weights in host memory; 2: weights dropped", lambda s: s.sleep_level),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_query_tokens),

@@ -74,17 +74,26 @@ class Chat:
 
     args: argparse.Namespace
     messages: list[dict[str, str]]
+    _reasoned: str = ""  # of the answer that is coming
+    _said: str = ""
     name = "chat"
     path = "/chat/completions"
 
     def body(self, line: str) -> dict[str, Any]:
+        self._reasoned = self._said = ""
         return {"messages": [*self.messages, {"role": "user", "content": line}]}
 
     def text_of(self, choice: dict[str, Any]) -> str:
-        return (choice.get("delta") or {}).get("content") or ""
+        """The reasoning is shown before the answer, and not remembered."""
+        delta = choice.get("delta") or {}
+        reasoning, content = delta.get("reasoning") or "", delta.get("content") or ""
+        gap = "\n\n" if content and self._reasoned and not self._said else ""
+        self._reasoned += reasoning
+        self._said += content
+        return reasoning + gap + content
 
     def remember(self, line: str, answer: str) -> None:
-        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": answer}]
+        self.messages += [{"role": "user", "content": line}, {"role": "assistant", "content": self._said}]
 
 
 @dataclass

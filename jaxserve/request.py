@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol
 
+from jaxserve.control import Command
 from jaxserve.errors import ErrorInfo, RequestError
 
 MAX_LOGPROBS = 20  # candidates returned per token at most
@@ -424,6 +425,8 @@ class EngineStats:
     compiles_after_warmup: int = 0
     allocated_token_slots: int = 0  # token slots in pages held by running sequences, now
     used_token_slots: int = 0  # of those, holding a token
+    paused: bool = False
+    sleep_level: int = 0  # 0: awake
 
 
 class EngineClient(Protocol):
@@ -441,6 +444,10 @@ class EngineClient(Protocol):
 
     async def cancel(self, request_id: str, index: int | None = None) -> None:
         """Ends one sequence, or all of the request's."""
+        ...
+
+    async def control(self, command: Command) -> EngineStats:
+        """Returns, with the state after it, once the command is done. Raises RequestError, EngineError, EngineDead."""
         ...
 
     def healthy(self) -> bool: ...

@@ -11,6 +11,7 @@ import operator
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -133,7 +134,8 @@ class Runner:
         self._page_size = page_size
         self.pool = self._size_pool(config)
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
-        self._kv = jax.jit(self._new_kv, static_argnums=0)(self.pool.num_pages)
+        self._make_kv = jax.jit(lambda: self._new_kv(self.pool.num_pages)).lower().compile()
+        self._kv = self._make_kv()
         self._state = jax.jit(self._new_state, static_argnums=0)(self.pool.max_model_len)
         extras = self._state.extras
         one_slot = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), extras)
@@ -185,6 +187,29 @@ class Runner:
             if key[0] is Kind.FORWARD:  # its KV pages are counted on their own, the rest is in `state`
                 size -= memory.alias_size_in_bytes
         return size
+
+    def free(self, *, keep_weights: bool) -> None:
+        """Frees KV pages and weights on the device; `keep_weights`: they are in host memory then. No step may run."""
+        for array in jax.tree.leaves(self._kv):
+            array.delete()
+        for i, weight in enumerate(self._weights):
+            if isinstance(weight, jax.Array):
+                self._weights[i] = np.array(weight) if keep_weights else None
+                weight.delete()
+            elif not keep_weights:
+                self._weights[i] = None
+
+    def restore_kv_cache(self) -> None:
+        self._kv = self._make_kv()
+
+    def restore_weights(self, load: Callable[[], LoadedModel]) -> None:
+        """Weights go back to the device: from host memory or, if they were dropped, what `load` loads."""
+        if any(weight is None for weight in self._weights):
+            self._loaded = load()
+            self._weights = jax.tree.leaves(self._loaded.params)
+        else:
+            places = [array.sharding for array in jax.tree.leaves(self._loaded.params)]
+            self._weights = jax.block_until_ready(jax.device_put(self._weights, places))
 
     def _new_kv(self, num_pages: int) -> list[KVPages]:
         shape = (num_pages, self._model.num_kv_heads, self._page_size, self._model.head_dim)

@@ -59,6 +59,7 @@ class Scheduler:
         self.cache = PrefixCache(self.pool) if prefix_caching else None
         self.running: list[Sequence] = []  # in order of admission
         self.waiting = WaitingQueue()
+        self.held = WaitingQueue()  # requests that came after hold()
         self.requests: dict[str, list[Sequence]] = {}  # those with an unfinished sequence
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.in_flight: deque[Plan] = deque()  # planned and not committed
@@ -70,6 +71,8 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, str]] = []
         self._endings: list[Event] = []
         self._serial = 0
+        self._held_from: int | None = None  # serial from which on requests are held
+        self._frozen = False
         self._alive = 0  # unfinished sequences
         self._unstarted = 0  # requests of which nothing has been admitted yet
         self._unswept = False  # somebody in `running` or `_draining` is so no longer
@@ -97,7 +100,7 @@ class Scheduler:
         self.requests[request.request_id] = seqs
         self._alive += len(seqs)
         self._unstarted += 1
-        self.waiting.push(seqs[0])
+        self._queue_of(seqs[0]).push(seqs[0])
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, self._serial, request.request_id))
         self._check()
@@ -126,8 +129,30 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether anything is left to plan, commit or tell."""
-        return bool(self.requests or self.in_flight or self._endings)
+        """Whether anything is left to plan, commit or tell: not of requests that are held or frozen."""
+        plannable = not self._frozen and (self.running or self._draining or self.waiting)
+        return bool(plannable or self.in_flight or self._endings)
+
+    def overdue(self, now_s: float) -> bool:
+        """Whether expire() may have something to end."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= now_s
+
+    def hold(self, *, freeze: bool) -> None:
+        """From now on requests wait, until go_on(); those before finish, or `freeze`: nothing at all is planned."""
+        self._frozen = freeze
+        if self._held_from is None:
+            self._held_from = self._serial + 1
+
+    def go_on(self) -> None:
+        """Ends what hold() began."""
+        self._frozen, self._held_from = False, None
+        for seq in self.held:
+            self.waiting.push(seq)
+        self.held = WaitingQueue()
+        self._check()
+
+    def _queue_of(self, seq: Sequence) -> WaitingQueue:
+        return self.waiting if self._held_from is None or seq.serial < self._held_from else self.held
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached pages. Sequences that run keep theirs, and no later request will find those."""
@@ -141,6 +166,8 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None if nothing can be computed now. A plan counts as launched: do so before the next."""
+        if self._frozen:
+            return None
         plan = Plan()
         self._preempted = False
         self._forkable = []
@@ -253,7 +280,7 @@ class Scheduler:
         """Sends the siblings that wait for this sequence to the queue: to start from its prompt, or without it."""
         for sibling in seq.parked:
             if sibling.status is Status.WAITING:
-                self.waiting.push(sibling)
+                self._queue_of(sibling).push(sibling)
         seq.parked = []
 
     # --------------------------------------------------------------------------------------------- pages, preemption
@@ -489,7 +516,7 @@ class Scheduler:
         self._alive -= 1
         self._unswept = True
         if was is Status.WAITING and seq not in first.parked:
-            self.waiting.note_cancelled()
+            self._queue_of(seq).note_cancelled()
         self._unpark(seq)
         if seq is first and not seq.started:
             self._unstarted -= 1

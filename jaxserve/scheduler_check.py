@@ -59,12 +59,12 @@ def _check_sequence(scheduler: Scheduler, seq: Sequence) -> None:
 
 
 def _check_places(scheduler: Scheduler, seqs: list[Sequence]) -> None:
-    queued = list(scheduler.waiting)
+    queued = [*scheduler.waiting, *scheduler.held]
     parked = [p for seq in seqs for p in seq.parked if p.status is not Status.FINISHED]
     places = Counter([*scheduler.running, *scheduler._draining, *queued, *parked])
     alive = [seq for seq in seqs if seq.status is not Status.FINISHED]
     _require(places == Counter(alive), "a sequence is lost, or in two places")
-    _require(len(scheduler.waiting) == len(queued), "the length of the queue is wrong")
+    _require(len(scheduler.waiting) + len(scheduler.held) == len(queued), "the length of the queue is wrong")
     _require(scheduler._alive == len(alive), f"{len(alive)} sequences are unfinished, {scheduler._alive} were counted")
     unstarted = sum(seq.index == 0 and not seq.started for seq in alive)
     _require(scheduler._unstarted == unstarted, f"{unstarted} requests wait, {scheduler._unstarted} were counted")

@@ -58,6 +58,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added_bytes = {i: token.content.encode() for i, token in added.items()}
+        self._added_ids = {token.content: i for i, token in added.items()}
         self._byte_of = byte_map() if _uses(backend.decoder, "ByteLevel") else None
         self._templates: dict[str, str] = _named_templates(chat_template)
         self._compiled: dict[str, ChatTemplate] = {}
@@ -95,6 +96,14 @@ class Tokenizer:
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary add nothing."""
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def added_token_id(self, text: str) -> int | None:
+        """The id of an added token (special or not), such as a mark of the chat format."""
+        return self._added_ids.get(text)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        return self._backend.token_to_id(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to the text, which may be part of a character. b"" past the vocabulary."""
@@ -143,12 +152,11 @@ class Tokenizer:
 
         Raises RequestError: param "messages" if the template refuses them, "chat_template" if there is none.
         """
-        own = self._templates.get("tool_use" if tools else "default", self.chat_template)
-        if (template := chat_template or own) is None:
+        if (template := chat_template or self.template_for(tools)) is None:
             message = "the model has no chat template: start the server with --chat-template FILE"
             raise RequestError(message, param="chat_template")
         variables = self.special_tokens | {"tools": tools, "documents": None} | kwargs
-        return self._compile(template).render(
+        return self.template(template).render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -157,9 +165,14 @@ class Tokenizer:
 
     def template_wants_parts(self, template: str | None) -> bool:
         """Whether the template loops over a message's content as a list of parts."""
-        return template is not None and self._compile(template).wants_parts
+        return template is not None and self.template(template).wants_parts
 
-    def _compile(self, template: str) -> ChatTemplate:
+    def template_for(self, tools: object) -> str | None:
+        """The template of conversations with or without tools: some models have two."""
+        return self._templates.get("tool_use" if tools else "default", self.chat_template)
+
+    def template(self, template: str) -> ChatTemplate:
+        """A template compiled, once."""
         if template not in self._compiled:
             self._compiled[template] = ChatTemplate(template)
         return self._compiled[template]

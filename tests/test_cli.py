@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit codes, and the two REPLs against a stand-in server."""
 
+import argparse
 import os
 import pty
 import select
@@ -306,3 +307,16 @@ def test_ctrl_c_in_a_quick_question_is_130(stand_in):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "")
+
+
+def test_a_chat_shows_reasoning_and_sends_back_what_was_said():
+    from jaxserve.repl import Chat
+
+    chat = Chat(argparse.Namespace(), [])
+    for _ in range(2):
+        chat.body("a")
+        deltas = [{"role": "assistant", "content": ""}, {"reasoning": "H"}, {"reasoning": "m."}, {"content": "Yes"}]
+        shown = "".join(chat.text_of({"delta": delta}) for delta in [*deltas, {"content": "."}, {}])
+        assert shown == "Hm.\n\nYes."
+        chat.remember("a", shown)
+    assert chat.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Yes."}] * 2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, RequestOutputKind, SamplingParams
-from jaxserve.errors import RequestError
+from jaxserve.errors import EngineAsleep, RequestError
 from jaxserve.request import SequenceDelta
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -47,6 +47,21 @@ def test_one_bad_prompt_computes_nothing(llm):
     with pytest.raises(RequestError, match="one entry per prompt"):
         llm.generate([[5, 6]], [SamplingParams()] * 2, use_tqdm=False)
     assert llm.get_metrics().prompt_tokens == before.prompt_tokens
+
+
+def test_a_chat_shows_its_tools_to_the_template(llm):
+    template = "{{ tools | tojson }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    tool = {"type": "function", "function": {"name": "get_weather", "strict": True}}
+    messages = [{"role": "user", "content": "hi"}]
+    options = {"sampling_params": SamplingParams(max_tokens=1), "use_tqdm": False}
+    prompt = llm.chat(messages, tools=[tool], chat_template=template, **options)[0].prompt
+    shown = '{"name": "get_weather", "parameters": {"type": "object", "properties": {}}}'
+    assert prompt == f'[{{"type": "function", "function": {shown}}}]hi'
+    assert llm.chat(messages, chat_template=template, **options)[0].prompt == "nullhi"
+    for tools, choice in (([], template), ([tool], "{{ messages[0].content }}")):
+        with pytest.raises(RequestError) as caught:
+            llm.chat(messages, tools=tools, chat_template=choice, **options)
+        assert caught.value.param == "tools"
 
 
 def test_an_interrupt_leaves_an_llm_that_works(llm):
@@ -154,6 +169,29 @@ def test_numpy_prompts_are_token_ids(llm):
     assert plain.outputs == numpy.outputs and all(type(i) is int for i in numpy.prompt_token_ids)
     with pytest.raises(RequestError, match="must be a text or token ids"):
         llm.generate([[5, "6"]], use_tqdm=False)
+
+
+def test_an_llm_that_slept_says_the_same(llm):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def text() -> str:
+        return llm.generate("Hello, my name is", params, use_tqdm=False)[0].outputs[0].text
+
+    before = text()
+    for level in (1, 2):
+        llm.sleep(level)
+        with pytest.raises(EngineAsleep):
+            text()
+        llm.wake_up(["weights"])
+        llm.wake_up(["kv_cache"])
+        assert text() == before
+    with pytest.raises(RequestError, match="level must be 1 or 2, got 3"):
+        llm.sleep(3)
+    for mode, reason in (("abort", "abort"), ("wait", "length")):
+        llm.enqueue([[5, 6, 7], [8, 9]], params, use_tqdm=False)
+        llm.sleep(mode=mode)
+        assert [o.outputs[0].finish_reason for o in llm.wait_for_completion(use_tqdm=False)] == [reason] * 2
+        llm.wake_up()
 
 
 def test_unknown_options_are_named():

@@ -72,7 +72,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(times=st.sampled_from([3, 9, 5, 1]))
     def step(self, times: int) -> None:
         for _ in range(times):
-            stuck = bool(self.loop.scheduler.requests) and not self.loop.in_flight
+            stuck = self.loop.scheduler.has_work and not self.loop.in_flight
             ends = len(self.loop.ends)
             plan = self.loop.step()
             assert plan or not stuck or len(self.loop.ends) > ends, "an idle engine found nothing to do"
@@ -112,8 +112,35 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         self.loop.scheduler.reset_prefix_cache()
 
+    @rule(freeze=st.booleans())
+    def hold(self, freeze: bool) -> None:
+        self.loop.scheduler.hold(freeze=freeze)
+
+    @rule()
+    def hold_until_idle(self) -> None:
+        """All that came before ends, whatever waits before it in the queue; what comes after does not begin."""
+        self.loop.scheduler.hold(freeze=False)
+        new = make_request(f"held{len(self.requests)}", [1, 2, 3], n=2, priority=-1)
+        try:
+            self.loop.scheduler.add(new)
+            self.requests[new.request_id] = new
+        except QueueFull:
+            pass
+        held = set(self.loop.scheduler.held)
+        for _ in range(2000):
+            if not self.loop.scheduler.has_work:
+                break
+            self.loop.step()
+        assert not self.loop.scheduler.has_work and set(self.loop.scheduler.held) == held
+        assert self.loop.scheduler.pool.num_used == 0
+
+    @rule()
+    def go_on(self) -> None:
+        self.loop.scheduler.go_on()
+
     def teardown(self) -> None:
         if hasattr(self, "loop"):
+            self.loop.scheduler.go_on()
             self.loop.run()
             for name, request in self.requests.items():
                 self.loop.verify(request, cancelled=name in self.spoiled)

@@ -197,6 +197,71 @@ async def test_structured_outputs_arrive_whole_beside_others(tmp_path: Path):
             assert (await settled(session, server.url))["compiles_after_warmup_total"] == 0
 
 
+async def test_pause_and_sleep_over_the_socket(tmp_path: Path):
+    async with serving(tmp_path, "--enforce-eager") as server:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:
+
+            async def post(path: str, request: dict | None = None) -> tuple[int, dict]:
+                async with session.post(server.url + path, json=request) as answer:
+                    return answer.status, await answer.json()
+
+            async def text() -> str:
+                status, answer = await post("/v1/completions", body(2, stream=False, temperature=0.0))
+                assert status == 200, answer
+                return answer["choices"][0]["text"]
+
+            async def asked(**more) -> list[asyncio.Task]:
+                calls = [asyncio.create_task(post("/v1/completions", body(i, stream=False, **more))) for i in range(8)]
+                await load(8)
+                return calls
+
+            async def load(calls: int) -> None:
+                while await (await session.get(f"{server.url}/load")).json() != {"server_load": calls}:
+                    await asyncio.sleep(0.01)
+
+            before = await text()
+            running = await asked(max_tokens=100)
+            assert await post("/pause?mode=wait") == (200, {"status": "paused"})
+            held = asyncio.create_task(text())
+            assert {(await one)[0] for one in running} == {200}
+            await load(1)
+            assert await post("/sleep?level=2&mode=wait") == (200, {"is_sleeping": True})
+            status, answer = await post("/v1/completions", body(1, stream=False))
+            assert (status, answer["error"]["type"]) == (503, "EngineAsleepError")
+            async with session.get(f"{server.url}/health") as health:
+                assert health.status == 200
+            assert await post("/wake_up") == (200, {"is_sleeping": False})
+            assert not held.done(), "still paused"
+            assert await post("/resume") == (200, {"status": "resumed"})
+            assert await held == before == await text()
+            assert (await settled(session, server.url))["kv_cache_usage_perc"] == 0
+            running = await asked(max_tokens=150)
+            pausing = asyncio.create_task(post("/pause?mode=wait"))
+            await asyncio.sleep(0.05)
+            os.kill(server.engine_pid(), signal.SIGKILL)
+            assert {(await one)[0] for one in (*running, pausing)} == {503}
+        assert server.process.wait(30) == 1
+
+
+def test_run_batch_from_the_command_line(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    lines = [
+        {"custom_id": f"{i}", "method": "POST", "url": "/v1/completions", "body": body(i, stream=False)}
+        for i in range(12)
+    ]
+    (tmp_path / "in").write_text("\n".join(map(json.dumps, lines)) + "\nnonsense\n")
+    command = [
+        sys.executable, "-m", "jaxserve", "run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"),
+        "--model", str(tmp_path), "--load-format", "dummy", "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny",
+        "--enforce-eager",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert len(records) == 13 and sum(record["error"] is not None for record in records) == 1
+    assert {record["response"]["status_code"] for record in records if record["response"]} == {200}
+
+
 async def test_a_dead_engine_ends_requests_with_an_error_and_the_server_with_a_code(tmp_path: Path):
     async with serving(tmp_path, "--enforce-eager") as server:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(120)) as session:

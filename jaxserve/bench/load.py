@@ -50,7 +50,7 @@ class ChatCompletions:
 
     def text_of(self, choice: dict[str, Any]) -> str:
         delta = choice.get("delta") or {}
-        return (delta.get("reasoning_content") or "") + (delta.get("content") or "")
+        return (delta.get("reasoning") or delta.get("reasoning_content") or "") + (delta.get("content") or "")
 
 
 BACKENDS: dict[str, Backend] = {"openai": Completions(), "openai-chat": ChatCompletions()}

@@ -20,9 +20,11 @@ from jaxserve.http.cors import Cors
 from jaxserve.http.errors import error_middleware
 from jaxserve.http.metrics import traffic_log
 from jaxserve.http.request_id import add_request_id
+from jaxserve.http.response_store import ResponseStore
 from jaxserve.http.routes import DOC_ROUTES, ROUTES
 from jaxserve.http.state import SERVER, Server
 from jaxserve.metrics import Metrics
+from jaxserve.parsers import Formats, find_formats
 from jaxserve.request import EngineClient
 
 log = logging.getLogger(__name__)
@@ -41,7 +43,9 @@ def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> w
         Cors(config).install(app)  # before the keys: a browser's preflight has none
     if config.api_key:
         app.middlewares.append(auth_middleware(config.api_key))
-    app[SERVER] = Server(frontend, client, config, Metrics(lambda: client.stats, names[0]), names)
+    metrics = Metrics(lambda: client.stats, names[0])
+    responses = ResponseStore(config.response_store_size, config.response_store_ttl)
+    app[SERVER] = Server(frontend, client, config, metrics, names, _formats(frontend, config), responses)
     app.add_routes(route for route in ROUTES if not (config.disable_docs and route in DOC_ROUTES))
     app.on_response_prepare.append(add_request_id)
     app.cleanup_ctx.append(traffic_log)
@@ -49,7 +53,16 @@ def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> w
     return app
 
 
+def _formats(frontend: Frontend, config: ServeConfig) -> Formats:
+    """How the model writes calls and reasoning, by name or by its template."""
+    template = frontend.tokenizer.template_for(tools=True)
+    formats = find_formats(config.tool_call_parser, config.reasoning_parser, template)
+    log.info("tool calls are read as %s, reasoning as %s", formats.tools_name, formats.reasoning_name)
+    return formats
+
+
 async def _close_calls(app: web.Application) -> None:
+    await app[SERVER].responses.close()
     await asyncio.gather(*app[SERVER].closing, return_exceptions=True)
 
 
@@ -103,13 +116,13 @@ async def _listen(runner: web.AppRunner, config: ServeConfig) -> asyncio.Server:
 
 async def _finish(server: Server, grace_s: float, hurry: asyncio.Event) -> None:
     """Waits for the running calls, then ends what is left at the engine: its answer says "abort"."""
-    if server.running:
-        log.info("finishing %d running requests, for at most %g s", len(server.running), grace_s)
+    if server.calls:
+        log.info("finishing %d running calls, for at most %g s", len(server.calls), grace_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
-            while server.running and not hurry.is_set():
+            while server.calls and not hurry.is_set():
                 await asyncio.sleep(0.02)
-    if left := list(server.running):
+    if left := [request_id for call in server.calls for request_id in call.request_ids]:
         log.warning("cancelling %d requests that did not finish in time", len(left))
         await asyncio.gather(*map(server.client.cancel, left), return_exceptions=True)
 

@@ -2,15 +2,16 @@
 
 import time
 import uuid
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
-from jaxserve import chat
 from jaxserve.detokenize import TextDelta
 from jaxserve.frontend import RequestText
+from jaxserve.http.conversation import Conversation, MessageText, Piece, prepare
 from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, Shown, drain, off_loop, stream_answer, usage
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
@@ -23,12 +24,17 @@ from jaxserve.http.replies import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    FunctionCall,
+    ToolCall,
+    Usage,
 )
-from jaxserve.http.request_id import CALL_ID
+from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import ChatBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.parsers import MessageDelta, ToolCallDelta
 from jaxserve.request import Request, SamplingParams
+from jaxserve.structured import compile_grammar
 
 
 @operation(ChatBody, reply=ChatCompletion, event=ChatChunk)
@@ -38,11 +44,13 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, sampling = server.parse(ChatBody, await read_object(request))
     params = make_params(server, body, sampling)
     call_id = request[CALL_ID] = f"chatcmpl-{uuid.uuid4().hex}"
-    size = LONG_TEXT_CHARS if params.structured_outputs else request.content_length or 0
+    makes_grammar = params.structured_outputs or body.tools  # which takes time to check
+    size = LONG_TEXT_CHARS if makes_grammar else request.content_length or 0
     field = _max_tokens_field(body)
-    text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s))
-    answer = ChatAnswer(server, call_id, body, text, "prompt_logprobs" in sampling)
-    generation = Generation(server, [text])
+    made = await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s)
+    text = server.frontend.text(made.request, shown_ids=made.conversation.shown_ids)
+    answer = ChatAnswer(server, call_id, body, text, made.conversation, "prompt_logprobs" in sampling)
+    generation = Generation(server, [text], call_names(request))
     if body.stream:
         return await stream_answer(request, generation, answer.chunks, answer.last)
     await drain(generation)
@@ -61,36 +69,60 @@ def _max_tokens_field(body: ChatBody) -> str | None:
     return next(given, None)
 
 
+class Made(NamedTuple):
+    request: Request
+    conversation: Conversation
+
+
 def _make_request(
     server: Server, call_id: str, body: ChatBody, params: SamplingParams, max_tokens_field: str | None, arrival_s: float
-) -> Request:
-    messages = chat.check_messages(body.messages, ignore_unknown=server.config.ignore_unknown_fields)
-    prompt = chat.render(
-        server.frontend.tokenizer,
-        messages,
+) -> Made:
+    wanted = params.structured_outputs
+    conversation = prepare(
+        server,
+        body.messages,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning_effort=body.reasoning_effort,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
+        answer_grammar=compile_grammar(wanted, body.structured_field) if wanted else None,
     )
-    return server.frontend.make_request(
+    request = server.frontend.make_request(
         call_id,
-        prompt,
-        params,
+        conversation.prompt,
+        replace(params, structured_outputs=None) if wanted else params,  # it is part of the grammar now
         priority=body.priority,
         add_special_tokens=body.add_special_tokens,
         timeout_s=server.config.request_timeout,
         arrival_s=arrival_s,
         prompt_field="messages",
         max_tokens_field=max_tokens_field,
-        structured_field=body.structured_field,
+        grammar=conversation.grammar,
+        truncation=body.truncation(server.frontend.info.max_model_len),
     )
+    return Made(request, conversation)
 
 
 class ChatAnswer:
     """Writes the answer of one call, whole or in chunks."""
 
-    def __init__(self, server: Server, call_id: str, body: ChatBody, text: RequestText, with_prompt_logprobs: bool):
+    def __init__(
+        self,
+        server: Server,
+        call_id: str,
+        body: ChatBody,
+        text: RequestText,
+        conversation: Conversation,
+        with_prompt_logprobs: bool,
+    ):
         self._body, self._text = body, text
+        self._messages = [
+            MessageText(conversation.parser(), include_reasoning=body.include_reasoning) for _ in text.sequences
+        ]
+        self._reasons = server.formats.reasons
         tokenizer, as_ids = server.frontend.tokenizer, body.return_tokens_as_token_ids
         self._shapes = LogprobShapes(tokenizer, body.top_logprobs or 0, as_ids=as_ids)
         self._prompt_shapes = None
@@ -101,20 +133,16 @@ class ChatAnswer:
         self._begun: set[int] = set()
 
     def whole(self) -> ChatCompletion:
-        choices = []
-        for sequence in self._text.sequences:
-            delta = sequence.whole
-            choice = ChatChoice(delta.index, ChatMessage(content=delta.text), self._logprobs(delta))
-            choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-            if self._body.return_token_ids:
-                choice.token_ids = delta.token_ids
-            choices.append(choice)
+        choices = [
+            self._choice(message.push(sequence.whole))
+            for message, sequence in zip(self._messages, self._text.sequences, strict=True)
+        ]
         return ChatCompletion(
             id=self._id,
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=usage([self._text]),
+            usage=self._usage(),
             system_fingerprint=FINGERPRINT,
             prompt_token_ids=self._text.request.prompt_token_ids if self._body.return_token_ids else UNSET,
             prompt_logprobs=self._prompt_shapes.prompt(self._text.prompt_logprobs or [])
@@ -122,23 +150,38 @@ class ChatAnswer:
             else UNSET,
         )
 
+    def _choice(self, piece: Piece) -> ChatChoice:
+        said, tokens = piece.message, piece.tokens
+        calls = [_tool_call(call) for call in said.tool_calls]
+        message = ChatMessage(
+            content=said.content or (None if calls or said.reasoning else ""),
+            reasoning=said.reasoning or UNSET,
+            tool_calls=calls or UNSET,
+        )
+        choice = ChatChoice(tokens.index, message, self._logprobs(tokens), tokens.finish_reason, tokens.stop_reason)
+        if self._body.return_token_ids:
+            choice.token_ids = tokens.token_ids
+        return choice
+
     def chunks(self, shown: Shown) -> bytes:
-        """The role (once per choice), then the text, then the reason of the end (each if there is one)."""
-        delta, events = shown.delta, b""
-        if delta.index not in self._begun:
-            first = self._chunk([ChatChunkChoice(delta.index, ChatDelta(role="assistant", content=""))])
+        """The role (once per choice), then what is said, then the reason of the end (each if there is one)."""
+        piece, events = self._messages[shown.delta.index].push(shown.delta), b""
+        tokens = piece.tokens
+        if tokens.index not in self._begun:
+            first = self._chunk([ChatChunkChoice(tokens.index, ChatDelta(role="assistant", content=""))])
             if self._body.return_token_ids and not self._begun:
                 first.prompt_token_ids = self._text.request.prompt_token_ids
-            self._begun.add(delta.index)
+            self._begun.add(tokens.index)
             events = event(first)
-        if delta.text:
-            content = ChatChunkChoice(delta.index, ChatDelta(content=delta.text))
-            events += event(self._chunk([self._with_tokens(content, delta)]))
-        if delta.finish_reason:
-            end = ChatChunkChoice(delta.index, ChatDelta())
-            if not delta.text:
-                end = self._with_tokens(end, delta)
-            end.finish_reason, end.stop_reason = delta.finish_reason, delta.stop_reason
+        deltas = _deltas(piece.message)
+        for i, delta in enumerate(deltas):
+            choice = ChatChunkChoice(tokens.index, delta)
+            events += event(self._chunk([self._with_tokens(choice, tokens) if i == 0 else choice]))
+        if tokens.finish_reason:
+            end = ChatChunkChoice(tokens.index, ChatDelta())
+            if not deltas:
+                end = self._with_tokens(end, tokens)
+            end.finish_reason, end.stop_reason = tokens.finish_reason, tokens.stop_reason
             events += event(self._chunk([end]))
         return events
 
@@ -146,20 +189,39 @@ class ChatAnswer:
         if not self._body.include_usage:
             return b""
         last = self._chunk([])
-        last.usage, last.system_fingerprint = usage([self._text]), FINGERPRINT
+        last.usage, last.system_fingerprint = self._usage(), FINGERPRINT
         return event(last)
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices)
         if self._body.continuous_usage:
-            chunk.usage = usage([self._text])
+            chunk.usage = self._usage()
         return chunk
 
-    def _with_tokens(self, choice: ChatChunkChoice, delta: TextDelta) -> ChatChunkChoice:
-        choice.logprobs = self._logprobs(delta)
+    def _usage(self) -> Usage:
+        reasoning = sum(message.reasoning_tokens for message in self._messages) if self._reasons else None
+        return usage([self._text], reasoning_tokens=reasoning)
+
+    def _with_tokens(self, choice: ChatChunkChoice, tokens: TextDelta) -> ChatChunkChoice:
+        choice.logprobs = self._logprobs(tokens)
         if self._body.return_token_ids:
-            choice.token_ids = delta.token_ids
+            choice.token_ids = tokens.token_ids
         return choice
 
-    def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:
-        return self._shapes.chat(delta) if self._body.logprobs else None
+    def _logprobs(self, tokens: TextDelta) -> ChatLogprobs | None:
+        return self._shapes.chat(tokens) if self._body.logprobs else None
+
+
+def _deltas(said: MessageDelta) -> list[ChatDelta]:
+    """One thing each: reasoning, text, or a piece of a call."""
+    deltas = [ChatDelta(reasoning=said.reasoning)] if said.reasoning else []
+    if said.content:
+        deltas.append(ChatDelta(content=said.content))
+    for call in said.tool_calls:
+        deltas.append(ChatDelta(tool_calls=[_tool_call(call, index=call.index)]))
+    return deltas
+
+
+def _tool_call(call: ToolCallDelta, index: int | UnsetType = UNSET) -> ToolCall:
+    function = FunctionCall(name=call.name or UNSET, arguments=call.arguments)
+    return ToolCall(index=index, id=call.id or UNSET, type="function" if call.id else UNSET, function=function)

@@ -1,7 +1,10 @@
 """POST /v1/completions."""
 
+import math
 import time
 import uuid
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,13 +12,14 @@ from aiohttp import web
 from msgspec import UNSET
 
 from jaxserve.detokenize import TextDelta
+from jaxserve.errors import RequestError
 from jaxserve.frontend import RequestText
 from jaxserve.http.generate import LONG_TEXT_CHARS, Generation, Shown, drain, off_loop, stream_answer, usage
 from jaxserve.http.health import FINGERPRINT
 from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.operation import operation
 from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
-from jaxserve.http.request_id import CALL_ID
+from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import SERVER, Server, read_object
@@ -36,8 +40,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     size_chars += LONG_TEXT_CHARS if params.structured_outputs else 0  # a grammar takes time to check
     requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
     texts = [server.frontend.text(each) for each in requests]
-    answer = CompletionAnswer(server, call_id, body, texts, prompts, score_only, "prompt_logprobs" in sampling)
-    generation = Generation(server, texts)
+    echoed = prompts if body.truncate_prompt_tokens is None else [each.prompt_token_ids for each in requests]
+    answer = CompletionAnswer(server, call_id, body, texts, echoed, score_only, sampling)
+    generation = Generation(server, texts, call_names(request))
     if body.stream:
         return await stream_answer(request, generation, answer.chunk, answer.last)
     await drain(generation)
@@ -49,10 +54,27 @@ def make_params(
 ) -> SamplingParams:
     """The sampling params of the call. `score_only` (echo without output) generates one token that is not shown."""
     max_tokens = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = server.frontend.params(**sampling, max_tokens=1 if score_only else max_tokens)
+    sampling = {**sampling, "max_tokens": 1 if score_only else max_tokens}
+    n = sampling.get("n", 1)
+    if body.best_of is not None and body.best_of != n:
+        sampling |= _more_candidates(server, body.best_of, n, sampling, score_only)
+    params = server.frontend.params(**sampling)
     if body.echo and params.logprobs is not None:
         params.prompt_logprobs = max(params.logprobs, params.prompt_logprobs or 0)
     return params
+
+
+def _more_candidates(
+    server: Server, best_of: int, n: int, sampling: dict[str, Any], score_only: bool
+) -> dict[str, Any]:
+    """Sampling fields with which `best_of` sequences are generated, and can be ranked."""
+    if best_of < n:
+        raise RequestError(f"best_of must be at least n ({n}), got {best_of}", param="best_of")
+    temperature = {name: sampling[name] for name in ("temperature",) if name in sampling}
+    if score_only or server.frontend.params(**temperature).greedy:
+        why = "max_tokens=0" if score_only else "greedy sampling (temperature 0)"
+        raise RequestError(f"best_of must be n with {why}, got {best_of}", param="best_of")
+    return {"n": best_of, "logprobs": sampling.get("logprobs", 0)}
 
 
 def _make_requests(
@@ -76,6 +98,8 @@ def _make_requests(
             prompt_field="prompt" if len(prompts) == 1 else f"prompt.{i}",
             max_tokens_field=max_tokens_field,
             structured_field=body.structured_field,
+            truncation=body.truncation(server.frontend.info.max_model_len),
+            suffix=body.suffix,
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -90,19 +114,20 @@ class CompletionAnswer:
         call_id: str,
         body: CompletionBody,
         texts: list[RequestText],
-        prompts: list[str | list[int]],
+        prompts: Sequence[str | list[int]],
         score_only: bool,
-        with_prompt_logprobs: bool,
+        asked: dict[str, Any],
     ):
+        """`asked`: the sampling fields that the client gave."""
         params = texts[0].request.params
         self._body, self._texts, self._prompts = body, texts, prompts
         self._score_only = score_only
-        self._n = params.n
+        self._n = asked.get("n", 1)
         tokenizer, as_ids = server.frontend.tokenizer, body.return_tokens_as_token_ids
         self._shapes = LogprobShapes(tokenizer, params.logprobs or 0, as_ids=as_ids)
-        self._with_logprobs = params.logprobs is not None
+        self._with_logprobs = "logprobs" in asked
         self._prompt_shapes = None
-        if with_prompt_logprobs:
+        if "prompt_logprobs" in asked:
             self._prompt_shapes = LogprobShapes(tokenizer, params.prompt_logprobs or 0)
         self._id, self._model = call_id, server.model_name(body.model)
         self._created = int(time.time())
@@ -112,15 +137,21 @@ class CompletionAnswer:
 
     def whole(self) -> Completion:
         choices = [
-            self._choice(i, sequence.whole, first=True)
-            for i, text in enumerate(self._texts)
-            for sequence in text.sequences
+            self._choice(i, delta, first=True) for i, text in enumerate(self._texts) for delta in self._best(text)
         ]
         if self._prompt_shapes:
             of_prompts = [self._prompt_shapes.prompt(text.prompt_logprobs or []) for text in self._texts]
             for choice in choices:
                 choice.prompt_logprobs = of_prompts[choice.index // self._n]
         return self._completion(choices, with_usage=True, with_fingerprint=True)
+
+    def _best(self, text: RequestText) -> list[TextDelta]:
+        """The n sequences to send, all there are or the likeliest, numbered in this order."""
+        deltas = [sequence.whole for sequence in text.sequences]
+        if len(deltas) == self._n:
+            return deltas
+        deltas.sort(key=_mean_logprob, reverse=True)
+        return [replace(delta, index=rank) for rank, delta in enumerate(deltas[: self._n])]
 
     def chunk(self, shown: Shown) -> bytes:
         key = (shown.prompt_index, shown.delta.index)
@@ -186,3 +217,9 @@ class CompletionAnswer:
                 text, offsets = sent, [min(max(offset - extra, 0), len(sent)) for offset in offsets]
             self._echoes[prompt_index] = text, offsets
         return self._echoes[prompt_index]
+
+
+def _mean_logprob(delta: TextDelta) -> float:
+    """The logprob per token; of no tokens: the worst there is."""
+    values = [entry.logprob for entry in delta.logprobs]
+    return sum(values) / len(values) if values else -math.inf

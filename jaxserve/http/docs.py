@@ -130,7 +130,8 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _calls(url: str, method: str, each: dict[str, Any], content: dict[str, Any], keyed: bool) -> Iterator[str]:
     """curl, and once more with a stream where there is one."""
-    begin = f"curl{' -X POST' if method == 'post' and not content else ''} {shlex.quote(url)}"
+    verb = "" if method == "get" or content else f" -X {method.upper()}"
+    begin = f"curl{verb} {shlex.quote(url)}"
     if keyed:
         begin += ' \\\n  -H "Authorization: Bearer $JAXSERVE_API_KEY"'
     if not content:

@@ -11,7 +11,7 @@ from jaxserve.errors import DeadlineExceeded, EngineDead, QueueFull
 from jaxserve.http.generate import Generation, drain, off_loop
 from jaxserve.http.operation import operation
 from jaxserve.http.replies import Embedding, EmbeddingList, EmbeddingUsage
-from jaxserve.http.request_id import CALL_ID
+from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import EmbeddingBody
 from jaxserve.http.state import SERVER, Server, read_object
 from jaxserve.request import Request
@@ -26,7 +26,7 @@ async def embeddings(request: web.Request) -> web.Response:
     size_chars = sum(len(prompt) for prompt in body.prompts() if isinstance(prompt, str))
     requests = await off_loop(size_chars, _make_requests, server, call_id, body, arrival_s)
     texts = [server.frontend.text(each) for each in requests]
-    await drain(Generation(server, texts))
+    await drain(Generation(server, texts, call_names(request)))
     vectors = [text.embedding(body.dimensions) for text in texts]
     tokens = sum(len(each.prompt_token_ids) for each in requests)
     answer = EmbeddingList(

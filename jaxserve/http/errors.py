@@ -18,7 +18,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def describe(error: Exception) -> ErrorInfo:
     """An exception as clients may see it. What nobody raised on purpose is logged here, once, and not told."""
     if isinstance(error, JaxserveError):
-        if error.status >= 500:
+        if error.status >= 500 and error.retry_after_s is None:  # one that says when to come back is no failure
             log.error("request failed: %s: %s", type(error).__name__, error.message)
         return error.info()
     log.error("request failed: unexpected %s", type(error).__name__, exc_info=error)

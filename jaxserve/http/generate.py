@@ -2,19 +2,20 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from aiohttp import ClientConnectionError, web
+from msgspec import UNSET
 
 from jaxserve.detokenize import TextDelta
 from jaxserve.errors import EngineError
 from jaxserve.frontend import RequestText
 from jaxserve.http.errors import describe
-from jaxserve.http.replies import PromptTokensDetails, Usage
+from jaxserve.http.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from jaxserve.http.sse import EventStream
-from jaxserve.http.state import Server
+from jaxserve.http.state import Call, Server
 from jaxserve.request import SequenceDelta
 
 LONG_TEXT_CHARS = 20_000  # text from this size on is tokenised in a thread, so that other streams go on
@@ -33,8 +34,11 @@ class Generation:
     Entering raises the engine's refusal (QueueFull, ...), with nothing left behind: no header has been sent then.
     """
 
-    def __init__(self, server: Server, texts: Sequence[RequestText]):
+    def __init__(self, server: Server, texts: Sequence[RequestText], names: Iterable[str] = ()):
+        """`names`: further ids by which the client knows the call (request_id.call_names)."""
         self.texts = texts
+        ids = [text.request.request_id for text in texts]
+        self._call = Call(frozenset((*names, *ids)), ids)
         self._server = server
         self._client = server.client
         self._metrics = server.metrics
@@ -44,7 +48,7 @@ class Generation:
         self._submitted = False
 
     async def __aenter__(self) -> Self:
-        self._server.running.update(text.request.request_id for text in self.texts)
+        self._server.calls.add(self._call)
         try:
             results = await asyncio.gather(*map(self._submit, range(len(self.texts))), return_exceptions=True)
             if refusal := next((result for result in results if isinstance(result, BaseException)), None):
@@ -84,7 +88,7 @@ class Generation:
                 await self._client.cancel(text.request.request_id)
                 if self._submitted:
                     self._metrics.count_finished(reason, sum(not sequence.finished for sequence in text.sequences))
-            self._server.running.discard(text.request.request_id)
+        self._server.calls.discard(self._call)
 
     async def batches(self) -> AsyncIterator[list[Shown]]:
         """What may be shown, as it comes; several at once if they came together. Ends when all are finished."""
@@ -172,12 +176,14 @@ async def off_loop[T](size_chars: int, function: Callable[..., T], *args: Any, *
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-def usage(texts: Sequence[RequestText], *, hidden_tokens: bool = False) -> Usage:
+def usage(texts: Sequence[RequestText], *, hidden_tokens: bool = False, reasoning_tokens: int | None = None) -> Usage:
     """Tokens so far of all prompts and outputs. `hidden_tokens`: what was generated is not part of the answer."""
     prompt_tokens = sum(len(text.request.prompt_token_ids) for text in texts)
     output_tokens = 0 if hidden_tokens else sum(text.num_tokens for text in texts)
     cached_tokens = sum(text.cached_tokens for text in texts)
-    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, PromptTokensDetails(cached_tokens))
+    details = UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
+    cached = PromptTokensDetails(cached_tokens)
+    return Usage(prompt_tokens, output_tokens, prompt_tokens + output_tokens, cached, details)
 
 
 async def stream_answer(

@@ -11,13 +11,10 @@ from typing import Any
 import msgspec
 
 from jaxserve.http.schema import (
-    UNSUPPORTED,
     Body,
     Conflict,
     Facts,
     FieldSpec,
-    GenerateBody,
-    TemplateBody,
     conflicts,
     field_specs,
     within,
@@ -28,7 +25,15 @@ Schema = dict[str, Any]
 
 REFS = "#/components/schemas/{name}"
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
-_SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "const": "="}
+_SIGNS = {
+    "ge": "≥",
+    "gt": ">",
+    "le": "≤",
+    "lt": "<",
+    "const": "=",
+    "min_length": "of length ≥",
+    "max_items": "of size ≤",
+}
 _OPPOSITES = {"ge": "exclusiveMaximum", "gt": "maximum", "le": "exclusiveMinimum", "lt": "minimum"}
 _KEYWORDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum",
              "min_length": "minLength", "max_length": "maxLength"}  # fmt: skip
@@ -39,8 +44,7 @@ def body_schema(cls: type[Body], facts: Facts) -> Schema:
     specs = field_specs(cls)
     needed_first = sorted(specs.items(), key=lambda item: not item[1].required)
     properties = {name: _field_schema(name, spec, facts) for name, spec in needed_first}
-    if issubclass(cls, GenerateBody | TemplateBody):
-        properties |= {name: {"enum": [None, *values]} for name, values in UNSUPPORTED.items() if name not in specs}
+    properties |= {name: {"enum": [None, *values]} for name, values in cls.unsupported.items() if name not in specs}
     schema: Schema = {
         "type": "object",
         "description": (cls.__doc__ or "").strip(),
@@ -136,6 +140,8 @@ def _conflict_schema(conflict: Conflict, specs: Mapping[str, FieldSpec], facts: 
 
 
 def _words(name: str, limits: Mapping[str, Any]) -> str:
+    if limits == {"const": None}:
+        return f"no {name}"
     return " ".join([name, *(f"{_SIGNS[key]} {str(limit).lower()}" for key, limit in limits.items())])
 
 
@@ -151,6 +157,12 @@ def _any(schemas: list[Schema]) -> Schema:
 
 
 def _outside(key: str, limit: Any) -> Schema:
+    if key == "const" and limit is None:
+        return {"not": {"type": "null"}}
+    if key == "min_length":
+        return {"type": "string", "maxLength": limit - 1}
+    if key == "max_items":
+        return {"type": "array", "minItems": limit + 1}
     if key == "const":
         return {"const": not limit} if isinstance(limit, bool) else {"type": "number", "not": {"const": limit}}
     return {"type": "number", _OPPOSITES[key]: limit}

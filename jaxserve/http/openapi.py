@@ -30,7 +30,7 @@ from jaxserve.http.auth import OPEN_PATHS
 from jaxserve.http.json_schema import REFS, Schema, body_schema, reply_schemas
 from jaxserve.http.operation import Operation, operation, operation_of
 from jaxserve.http.replies import ErrorReply
-from jaxserve.http.schema import Body, Facts, GenerateBody
+from jaxserve.http.schema import Body, Facts, GenerateBody, field_specs
 from jaxserve.http.state import SERVER, Server
 
 OF_BODIES = (NotFound, RequestTimeout, PayloadTooLarge, UnsupportedMediaType)
@@ -90,6 +90,7 @@ def facts_of(server: Server) -> Facts:
         hidden_size=info.hidden_size,
         matryoshka=info.matryoshka,
         has_priorities=info.scheduling_policy == "priority",
+        keeps_responses=server.responses.size > 0,
         ignore_unknown=server.config.ignore_unknown_fields,
         defaults=frontend.defaults,
     )
@@ -128,7 +129,8 @@ def _operation(
         refs = [{"$ref": REFS.format(name=cls.__name__)} for cls in each.body]
         schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
         content = {"schema": schema, "examples": _examples(each.body)}
-        said["requestBody"] = {"required": True, "content": {"application/json": content}}
+        needed = any(spec.required for cls in each.body for spec in field_specs(cls).values())
+        said["requestBody"] = {"required": needed, "content": {"application/json": content}}
     if keyed and path in OPEN_PATHS:
         said["security"] = []
     return said

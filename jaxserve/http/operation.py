@@ -16,7 +16,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Operation:
     """One way to call the server.
 
-    body     the class of the request's body; several: any one of them; none: it takes no body
+    body     the class of the request's body; several: any one of them; none: it takes no body. One without required
+             fields may be left out
     reply    the struct of the answer; str: a text of `content_type`; None: an answer without a body
     event    the struct of each server-sent event, if the call may stream
     query    JSON Schemas of the parameters in the URL

@@ -24,6 +24,10 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: int
+
+
 class Usage(Struct):
     """The prompt counts once whatever n; several prompts add up."""
 
@@ -31,6 +35,7 @@ class Usage(Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class LegacyLogprobs(Struct):
@@ -86,10 +91,28 @@ class ChatLogprobs(Struct):
     content: list[TokenLogprob]
 
 
+class FunctionCall(Struct):
+    """`name` only at the beginning of a streamed call."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCall(Struct, kw_only=True):
+    """A call, or a piece of a streamed one, which has an index; the first piece has id and type."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCall
+
+
 class ChatMessage(Struct, kw_only=True):
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -118,6 +141,8 @@ class ChatCompletion(Struct, kw_only=True):
 class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):
@@ -193,6 +218,35 @@ class Text(Struct):
     """The answer of /detokenize."""
 
     prompt: str
+
+
+class Load(Struct):
+    """The answer of /load: how many calls are open that generate."""
+
+    server_load: int
+
+
+class Aborted(Struct, kw_only=True):
+    """The answer of /abort_requests: how many calls were ended."""
+
+    status: str = "aborted"
+    aborted: int
+
+
+class Success(Struct):
+    success: bool = True
+
+
+class Status(Struct):
+    status: str
+
+
+class Paused(Struct):
+    is_paused: bool
+
+
+class Asleep(Struct):
+    is_sleeping: bool
 
 
 class Version(Struct):

@@ -15,8 +15,10 @@ from typing import Any, ClassVar, NamedTuple
 import msgspec
 
 from jaxserve import structured
-from jaxserve.chat import RESERVED_KWARGS, message_schema
+from jaxserve.chat import EFFORTS, RESERVED_KWARGS, message_schema
 from jaxserve.errors import RequestError
+from jaxserve.frontend import Truncation
+from jaxserve.parsers import tool_choice_schema, tools_schema
 from jaxserve.request import (
     GREEDY_BELOW,
     MAX_LOGPROBS,
@@ -71,17 +73,17 @@ UNSUPPORTED: dict[str, tuple] = {
     "spaces_between_special_tokens": (True,),
     "store": (False,),
     "stream_interval": (1,),
-    "suffix": (),
+    "suffix": ("",),
     "thinking_token_budget": (),
     "tool_choice": ("none",),
     "tools": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "vllm_xargs": ({},),
     "web_search_options": (),
 }
+
+HTTP_SAMPLING = frozenset(f.name for f in dataclasses.fields(SamplingParams) if f.metadata.get("http", True))
 
 
 # What structured.from_request takes; whether schemas, regexes and grammars are good is told by their compilers.
@@ -125,6 +127,7 @@ class Facts(NamedTuple):
     vocab_size: int
     max_model_len: int
     has_priorities: bool
+    keeps_responses: bool
     hidden_size: int
     matryoshka: bool
     ignore_unknown: bool
@@ -138,23 +141,29 @@ class Facts(NamedTuple):
 class Conflict(NamedTuple):
     """Two fields that may not both have a value within these limits (those of knob(), or `const`; {} is any value).
 
-    A field that is absent has its default. The first one is blamed.
+    A field that is absent has its default. The first one is blamed; `needs`: what it asks of the other, for the error.
     """
 
     field: str
     limits: Mapping[str, Any]
     other: str
     other_limits: Mapping[str, Any]
+    needs: str = ""
 
 
 @dataclass(kw_only=True)
 class Body:
     """Fields of every body. `conflicts` of a class come beside those of its bases.
 
+    sampling_fields: those of SamplingParams that it takes, too
+    unsupported: known fields that are not implemented, and the values with which they ask for nothing
+
     Metadata of fields beside that of knob(): `schema`, JSON Schema that replaces what type and limits say, if need be
     a function of the server's Facts; `like`, a dataclass whose fields an object has; `example`, a value to show.
     """
 
+    sampling_fields: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[Mapping[str, tuple]] = {}
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
 
     model: str | None = knob(
@@ -186,10 +195,14 @@ STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscatio
 class GenerateBody(Body):
     """Fields of every body that asks for generated text."""
 
+    sampling_fields = HTTP_SAMPLING
+    unsupported = UNSUPPORTED
+
     conflicts = (
-        Conflict("stream_options", {}, "stream", {"const": False}),
+        Conflict("stream_options", {}, "stream", {"const": False}, needs="stream=true"),
         Conflict("prompt_logprobs", {}, "stream", {"const": True}),
         Conflict("n", {"ge": 2}, "temperature", {"lt": GREEDY_BELOW}),
+        Conflict("truncation_side", {}, "truncate_prompt_tokens", {"const": None}, needs="truncate_prompt_tokens"),
     )
 
     stream: bool = knob(False, "send the answer in pieces, as server-sent events")
@@ -212,16 +225,33 @@ class GenerateBody(Body):
     )
     return_token_ids: bool = knob(False, "also send the ids of the prompt's and the output's tokens")
     return_tokens_as_token_ids: bool = knob(False, "name tokens as token_id:N in logprobs")
+    truncate_prompt_tokens: int | None = knob(
+        None,
+        "cut the prompt to so many tokens; -1: to what leaves room for max_tokens",
+        ge=-1,
+        schema=lambda facts: {
+            "type": ["integer", "null"],
+            "minimum": -1,
+            "maximum": facts.max_model_len,
+            "not": {"const": 0},
+        },
+    )
+    truncation_side: str | None = knob(
+        None,
+        "what is cut off: left (the beginning; the default) or right",
+        schema={"enum": ["left", "right", None]},
+    )
     # OpenAI fields that ask for nothing of us.
     user: str | None = knob(None, "not used")
     metadata: dict | None = knob(None, "not used")
     safety_identifier: str | None = knob(None, "not used")
     prompt_cache_key: str | None = knob(None, "not used")
     prompt_cache_retention: str | None = knob(None, "not used")
-    parallel_tool_calls: bool | None = knob(None, "not used without tools")
+    parallel_tool_calls: bool | None = knob(None, "false: at most one call of a tool")
 
     def check(self) -> None:
         super().check()
+        self._check_truncation()
         for name, value in (self.stream_options or {}).items():
             if name not in STREAM_OPTIONS:
                 raise RequestError(f"unknown field {short(name)} in stream_options", param="stream_options")
@@ -229,6 +259,27 @@ class GenerateBody(Body):
                 raise RequestError(f"stream_options.{name} must be bool, got {short(value)}", param="stream_options")
         if (self.stream_options or {}).get("include_obfuscation"):
             raise RequestError("stream_options.include_obfuscation is not supported yet", param="stream_options")
+
+    def _check_truncation(self) -> None:
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError(
+                "truncate_prompt_tokens must be at least 1, or -1, got 0", param="truncate_prompt_tokens"
+            )
+        if self.truncation_side not in ("left", "right", None):
+            given = short(self.truncation_side)
+            raise RequestError(f"truncation_side must be left or right, got {given}", param="truncation_side")
+
+    def truncation(self, max_model_len: int) -> Truncation | None:
+        """How to cut the prompt. Raises RequestError if that is more than the context."""
+        if self.truncate_prompt_tokens is None:
+            return None
+        if self.truncate_prompt_tokens > max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens must be at most the model's context of {max_model_len} tokens, got"
+                f" {short(self.truncate_prompt_tokens)}",
+                param="truncate_prompt_tokens",
+            )
+        return Truncation(self.truncate_prompt_tokens, "right" if self.truncation_side == "right" else "left")
 
     @property
     def structured_field(self) -> str:
@@ -260,8 +311,11 @@ class CompletionBody(GenerateBody):
     """POST /v1/completions."""
 
     conflicts = (
-        Conflict("max_tokens", {"le": 0}, "echo", {"const": False}),
+        Conflict("max_tokens", {"le": 0}, "echo", {"const": False}, needs="echo=true"),
         Conflict("min_tokens", {"ge": 1}, "max_tokens", {"const": 0}),
+        Conflict("best_of", {"ge": 2}, "stream", {"const": True}),
+        Conflict("suffix", {"min_length": 1}, "echo", {"const": True}),
+        Conflict("suffix", {"min_length": 1}, "truncate_prompt_tokens", {}),
     )
 
     prompt: str | list = dataclasses.field(
@@ -278,10 +332,20 @@ class CompletionBody(GenerateBody):
         context=True,
     )
     echo: bool = knob(False, "begin the output with the prompt")
+    best_of: int | None = knob(None, "generate so many, and send the n of the highest logprob per token", ge=1, le=128)
+    suffix: str | None = knob(None, "text after the output, for models that fill in the middle; empty: none")
     add_special_tokens: bool = knob(True, "let the tokenizer add its special tokens, such as BOS, to a text")
 
     def prompts(self) -> list[str | list[int]]:
         return split_prompts(self.prompt)
+
+
+def template_kwargs_field() -> Any:
+    return knob(
+        None,
+        "more arguments of the template",
+        schema={"type": ["object", "null"], "propertyNames": {"not": {"enum": sorted(RESERVED_KWARGS)}}},
+    )
 
 
 MESSAGES = {
@@ -295,6 +359,7 @@ MESSAGES = {
 class TemplateBody(Body):
     """Fields of a body that holds a conversation."""
 
+    unsupported = UNSUPPORTED
     conflicts = (Conflict("continue_final_message", {"const": True}, "add_generation_prompt", {"const": True}),)
 
     messages: list = dataclasses.field(metadata=MESSAGES)
@@ -302,10 +367,9 @@ class TemplateBody(Body):
     add_generation_prompt: bool = knob(True, "end the prompt with the beginning of an assistant message")
     continue_final_message: bool = knob(False, "let the model go on with the last message")
     chat_template: str | None = knob(None, "refused: only the server may choose the template", schema={"type": "null"})
-    chat_template_kwargs: dict | None = knob(
-        None,
-        "more arguments of the template",
-        schema={"type": ["object", "null"], "propertyNames": {"not": {"enum": sorted(RESERVED_KWARGS)}}},
+    chat_template_kwargs: dict | None = template_kwargs_field()
+    tools: list | None = knob(
+        None, "functions that the model may call", schema=lambda facts: tools_schema(facts.ignore_unknown)
     )
 
     def check(self) -> None:
@@ -321,7 +385,7 @@ class TemplateBody(Body):
 class ChatBody(GenerateBody, TemplateBody):
     """POST /v1/chat/completions."""
 
-    conflicts = (Conflict("top_logprobs", {"ge": 1}, "logprobs", {"const": False}),)
+    conflicts = (Conflict("top_logprobs", {"ge": 1}, "logprobs", {"const": False}, needs="logprobs=true"),)
 
     max_tokens: int | None = knob(
         None, "tokens to generate at most; absent: the model's default, or what the context takes", ge=1, context=True
@@ -331,6 +395,13 @@ class ChatBody(GenerateBody, TemplateBody):
     )
     logprobs: bool = knob(False, "send the logprob of each token")
     top_logprobs: int | None = knob(None, "likeliest tokens per position; needs logprobs", ge=0, le=MAX_LOGPROBS)
+    tool_choice: str | dict | None = knob(
+        None, "none, auto, required, or a function by name; absent: auto with tools", schema=tool_choice_schema()
+    )
+    reasoning_effort: str | None = knob(
+        None, "how much the model reasons, if its template knows of it", schema={"enum": [*EFFORTS, None]}
+    )
+    include_reasoning: bool = knob(True, "send the reasoning, and its tokens")
 
 
 @dataclass(kw_only=True)
@@ -412,6 +483,15 @@ class EmbeddingBody(Body):
         return split_prompts(self.input, "input", MAX_INPUTS)
 
 
+@dataclass(kw_only=True)
+class AbortBody(Body):
+    """POST /abort_requests."""
+
+    request_ids: list[str] | None = knob(
+        None, "chatcmpl-..., cmpl-..., or X-Request-Id; none: all", example=["chatcmpl-0123456789abcdef"]
+    )
+
+
 class FieldSpec(NamedTuple):
     type: Any
     required: bool
@@ -423,16 +503,15 @@ class FieldSpec(NamedTuple):
 @cache
 def field_specs(cls: type[Body]) -> Mapping[str, FieldSpec]:
     """Every field that a body of this class may have."""
-    specs = {}
-    if issubclass(cls, GenerateBody):
-        specs = {
-            f.name: FieldSpec(f.type, False, True, f.default, f.metadata)
-            for f in dataclasses.fields(SamplingParams)
-            if f.metadata.get("http", True)
-        }
+    specs = {
+        f.name: FieldSpec(f.type, False, True, f.default, f.metadata)
+        for f in dataclasses.fields(SamplingParams)
+        if f.name in cls.sampling_fields
+    }
     for f in dataclasses.fields(cls):
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        specs[f.name] = FieldSpec(f.type, required, False, None if required else f.default, f.metadata)
+        made = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+        specs[f.name] = FieldSpec(f.type, required, False, None if required else made, f.metadata)
     return specs
 
 
@@ -491,7 +570,7 @@ def parse[B: Body](
 def within(value: Any, limits: Mapping[str, Any]) -> bool:
     """Whether a value that is of the right type, or None, is within the limits of a Conflict."""
     if value is None:
-        return False
+        return limits.get("const", ...) is None
     if "const" in limits:
         return value == limits["const"]
     try:
@@ -511,6 +590,8 @@ def check_conflicts(cls: type[Body], given: Mapping[str, Any]) -> None:
         values = [given.get(name, specs[name].default) for name, _ in pairs]
         if all(within(value, limits) for value, (_, limits) in zip(values, pairs, strict=True)):
             value, other_value = (short(v).lower() if isinstance(v, bool) else short(v) for v in values)
+            if conflict.needs:
+                raise RequestError(f"{conflict.field}={value} needs {conflict.needs}", param=conflict.field)
             raise RequestError(
                 f"{conflict.field} may not be combined with {conflict.other}={other_value}, got {value}",
                 param=conflict.field,
@@ -525,8 +606,8 @@ def _known_fields(cls: type[Body], raw: dict[str, Any], ignore_unknown: bool) ->
         if name in specs:
             if value is not None:
                 given[name] = value
-        elif name in UNSUPPORTED and issubclass(cls, GenerateBody | TemplateBody):
-            _check_unsupported(name, value)
+        elif name in cls.unsupported:
+            _check_unsupported(name, value, cls.unsupported[name])
         else:
             unknown.append(name)
     if unknown and not ignore_unknown:
@@ -537,8 +618,7 @@ def _known_fields(cls: type[Body], raw: dict[str, Any], ignore_unknown: bool) ->
     return given
 
 
-def _check_unsupported(name: str, value: Any) -> None:
-    harmless = UNSUPPORTED[name]
+def _check_unsupported(name: str, value: Any, harmless: tuple) -> None:
     if value is None or any(value == each and type(value) is type(each) for each in harmless):
         return
     but = f"; it may be {' or '.join(map(repr, harmless))}" if harmless else ""

@@ -19,10 +19,14 @@ def event(data: msgspec.Struct | dict) -> bytes:
 
 
 class EventStream:
-    """The headers go out with the first event: until then the call can still be answered with an HTTP error."""
+    """The headers go out with the first event: until then the call can still be answered with an HTTP error.
 
-    def __init__(self, request: web.Request):
+    `done` follows the last event.
+    """
+
+    def __init__(self, request: web.Request, *, done: bytes = DONE):
         self._request = request
+        self._done = done
         self.response = web.StreamResponse(headers=HEADERS)
 
     @property
@@ -37,10 +41,10 @@ class EventStream:
 
     async def fail(self, error: ErrorInfo) -> None:
         """Ends an opened stream with an error."""
-        await self.send(event(error.body()) + DONE)
+        await self.send(event(error.body()) + self._done)
         await self.response.write_eof()
 
     async def end(self, last: bytes = b"") -> web.StreamResponse:
-        await self.send(last + DONE)
+        await self.send(last + self._done)
         await self.response.write_eof()
         return self.response

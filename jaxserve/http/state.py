@@ -12,15 +12,27 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import NotFound, PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
 from jaxserve.frontend import Frontend
 from jaxserve.http import schema
+from jaxserve.http.response_store import ResponseStore
 from jaxserve.metrics import Metrics
+from jaxserve.parsers import Formats
 from jaxserve.request import EngineClient, short
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A call that generates: the ids by which its client knows it, and those of its requests at the engine."""
+
+    names: frozenset[str]
+    request_ids: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     """The parts of a running server.
 
-    running: ids of the engine requests of open calls
+    formats: how the model writes tool calls and reasoning
+    responses: what /v1/responses keeps
+    calls: those that are open
     closing: tasks that cancel what calls left behind
     """
 
@@ -29,8 +41,10 @@ class Server:
     config: ServeConfig
     metrics: Metrics
     model_names: Sequence[str]
+    formats: Formats
+    responses: ResponseStore
     started: int = field(default_factory=lambda: int(time.time()))
-    running: set[str] = field(default_factory=set)
+    calls: set[Call] = field(default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)
 
     def model_name(self, asked: str | None) -> str:

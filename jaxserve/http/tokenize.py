@@ -13,6 +13,7 @@ from jaxserve.http.operation import operation
 from jaxserve.http.replies import Text, Tokens
 from jaxserve.http.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
 from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.parsers import Tool, check_tools
 
 
 @operation(TokenizeBody, TokenizeChatBody, reply=Tokens)
@@ -35,6 +36,7 @@ def _tokenize(server: Server, raw: dict[str, Any]) -> Tokens:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             template_kwargs=body.chat_template_kwargs,
+            tools=None if body.tools is None else [tool.for_template() for tool in _tools(server, body.tools)],
         )
     else:
         body, _ = server.parse(TokenizeBody, raw)
@@ -42,6 +44,10 @@ def _tokenize(server: Server, raw: dict[str, Any]) -> Tokens:
     ids = frontend.encode(text, add_special_tokens=body.add_special_tokens)
     strings = [token_text(frontend.tokenizer.token_bytes(i)) for i in ids] if body.return_token_strs else None
     return Tokens(len(ids), frontend.info.max_model_len, ids, strings)
+
+
+def _tools(server: Server, raw: list) -> list[Tool]:
+    return check_tools(raw, ignore_unknown=server.config.ignore_unknown_fields)
 
 
 @operation(DetokenizeBody, reply=Text)

@@ -18,6 +18,7 @@ import uvloop
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxserve.config import ServeConfig
+from jaxserve.control import Command, Pause, Resume, Sleep, WakeUp
 from jaxserve.errors import EngineError, JaxserveError, QueueFull
 from jaxserve.frontend import Frontend
 from jaxserve.http.app import listening, serve
@@ -40,7 +41,7 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
+def backend() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -52,6 +53,11 @@ def tokenizer() -> Tokenizer:
     )
     backend.train_from_iterator([TEXT.split("naïve")[0]] * 3, trainer)  # characters past ASCII stay several tokens
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return backend
+
+
+@pytest.fixture(scope="session")
+def tokenizer(backend: tokenizers.Tokenizer) -> Tokenizer:
     return Tokenizer(
         backend, bos_token_id=0, eos_token_ids=[1], special_tokens={"bos_token": "<s>"}, chat_template=TEMPLATE
     )
@@ -123,6 +129,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.open: dict[str, Sequences] = {}
         self.cancelled: list[tuple[str, int | None]] = []
+        self.commands: list[Command] = []
         self._slots = asyncio.Semaphore(max_num_seqs)
         self._max_queue = max_queue
 
@@ -151,6 +158,20 @@ class FakeEngine:
             sequences.cancelled.update(range(sequences.request.params.n) if index is None else [index])
             if index is None and sequences.task:
                 sequences.task.cancel()
+
+    async def control(self, command: Command) -> EngineStats:
+        await asyncio.sleep(0)
+        if self.refusal:
+            raise self.refusal
+        self.commands.append(command)
+        match command:
+            case Pause() | Resume():
+                self.stats.paused = isinstance(command, Pause)
+            case Sleep():
+                self.stats.sleep_level = command.level
+            case WakeUp() if len(command.tags) == 2:
+                self.stats.sleep_level = 0
+        return self.stats
 
     async def _run(self, sequences: Sequences) -> None:
         request = sequences.request
@@ -323,11 +344,11 @@ def start(tokenizer: Tokenizer) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def in_thread(tokenizer: Tokenizer) -> Callable[..., Any]:
-    """in_thread(max_model_len=..., **config) -> context of the URL of a server in a thread, for blocking clients."""
+    """in_thread(max_model_len=..., using=tokenizer, **config) -> context of the URL of a server in a thread, for blocking clients."""
 
     @contextmanager
-    def run(*, max_model_len: int = 512, **config: Any) -> Iterator[str]:
-        engine = FakeEngine(tokenizer, max_model_len=max_model_len)
+    def run(*, max_model_len: int = 512, using: Tokenizer = tokenizer, **config: Any) -> Iterator[str]:
+        engine = FakeEngine(using, max_model_len=max_model_len)
         engine.tokens_per_delta = max_model_len
         url: Future[str] = Future()
 

@@ -1,10 +1,14 @@
 """What completions and chats answer: shapes, order, counts, and streams that say the same as whole answers."""
 
+import copy
+import dataclasses
 import json
 
 import pytest
 
 from jaxserve.http.logprobs import LogprobShapes
+from jaxserve.request import TokenLogprobs
+from jaxserve.tokenizer import Tokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -499,3 +503,113 @@ async def test_long_text_is_tokenised_beside_other_streams(start, make_engine):
         answer = await api.ok(TEXT, {"prompt": text, "echo": True, "max_tokens": 1})
         assert answer["choices"][0]["text"].startswith(text)
         await api.ok(CHAT, {"messages": [{"role": "user", "content": text}], "max_tokens": 1})
+
+
+# ------------------------------------------------------------------------------------------- best_of, suffix, cutting
+
+
+@pytest.mark.parametrize("prompt", ["a", ["a", "bc"]], ids=["one", "two"])
+async def test_best_of_sends_the_likeliest(api, prompt, monkeypatch):
+    """The engine's candidates have the same seeds, so that n=8 shows all of those of best_of=8."""
+    monkeypatch.setattr(
+        api.engine, "logprobs", lambda i, count: TokenLogprobs(i, -i / 99, 1, [7] * count, [-9.0] * count)
+    )
+    fields = {"prompt": prompt, "max_tokens": 7, "ignore_eos": True, "seed": 5, "echo": True}
+    every = await api.ok(TEXT, {**fields, "n": 8, "logprobs": 0, "echo": False})
+    best = await api.ok(TEXT, {**fields, "n": 3, "best_of": 8})
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    assert [choice["index"] for choice in best["choices"]] == list(range(3 * len(prompts)))
+    for i, sent in enumerate(prompts):
+        ranked = sorted(
+            every["choices"][8 * i : 8 * i + 8], key=lambda choice: -sum(choice["logprobs"]["token_logprobs"]) / 7
+        )
+        assert len({sum(choice["logprobs"]["token_logprobs"]) for choice in ranked}) > 2
+        texts = [choice["text"] for choice in best["choices"][3 * i : 3 * i + 3]]
+        assert texts == [sent + choice["text"] for choice in ranked[:3]]
+    assert all(choice["logprobs"] is None for choice in best["choices"]), "nobody asked for them"
+    assert best["usage"]["completion_tokens"] == every["usage"]["completion_tokens"] == 7 * 8 * len(prompts)
+    with_logprobs = await api.ok(TEXT, {**fields, "best_of": 8, "logprobs": 2})
+    assert len(with_logprobs["choices"]) == len(prompts)
+    assert len(with_logprobs["choices"][0]["logprobs"]["top_logprobs"][-1]) == 3
+
+
+async def test_best_of_that_asks_for_nothing(api):
+    for fields in (
+        {"best_of": 1},
+        {"best_of": 1, "stream": True},
+        {"best_of": 2, "n": 2},
+        {"best_of": 1, "temperature": 0},
+    ):
+        assert (await api.call(TEXT, {"prompt": "a", **fields}))[0] == 200
+        assert api.engine.requests[-1].params.logprobs is None
+
+
+async def test_suffix(start, make_engine, tokenizer):
+    backend = copy.deepcopy(tokenizer._backend)
+    backend.add_special_tokens(["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"])
+    pre, suf, mid, end = (
+        backend.token_to_id(f"<{name}>") for name in ("fim_prefix", "fim_suffix", "fim_middle", "file_sep")
+    )
+    engine = make_engine()
+    engine.tokenizer = Tokenizer(backend, bos_token_id=0, eos_token_ids=[1])
+    engine.info = dataclasses.replace(engine.info, vocab_size=engine.tokenizer.vocab_size)
+
+    def ids(text: str) -> list[int]:
+        return engine.tokenizer.encode(text, add_special_tokens=False)
+
+    async with start(engine) as api:
+        for prompt in ("The qu", ids("The qu"), ""):
+            await api.ok(TEXT, {"prompt": prompt, "suffix": " fox"})
+            given = ids(prompt) if isinstance(prompt, str) else prompt
+            request = engine.requests[-1]
+            assert request.prompt_token_ids == [0, pre, *given, suf, *ids(" fox"), mid]
+            assert {1, pre, suf, mid, end} == set(request.stop_ids)
+        await api.ok(TEXT, {"prompt": "a", "suffix": "b", "ignore_eos": True, "add_special_tokens": False})
+        assert engine.requests[-1].prompt_token_ids[0] == pre and engine.requests[-1].stop_ids == []
+        await api.ok(TEXT, {"prompt": "a", "suffix": ""})
+        assert engine.requests[-1].prompt_token_ids == [0, *ids("a")]
+        for fields in ({"echo": True}, {"truncate_prompt_tokens": 5}):
+            assert (await api.error(TEXT, {"prompt": "a", "suffix": "b", **fields}))["param"] == "suffix"
+        assert (await api.error(TEXT, {"prompt": "", "suffix": ""}))["param"] == "prompt"
+        assert "512" in (await api.error(TEXT, {"prompt": "a", "suffix": "日" * 200}))["message"]
+
+
+async def test_a_suffix_needs_a_model_that_fills_in(api):
+    error = await api.error(TEXT, {"prompt": "a", "suffix": "b"})
+    assert error["param"] == "suffix" and "no tokens that mark prefix and suffix" in error["message"]
+
+
+async def test_prompts_are_cut_to_size(api):
+    text = "The quick brown fox " * 200  # more than the context
+    whole = api.frontend.tokenizer.encode(text)
+
+    async def sent(**fields) -> list[int]:
+        await api.ok(TEXT, {"max_tokens": 8, **fields})
+        return api.engine.requests[-1].prompt_token_ids
+
+    assert whole[0] == 0 and len(whole) > 512
+    assert await sent(prompt=text, truncate_prompt_tokens=20) == [0, *whole[-19:]], "BOS stays"
+    assert await sent(prompt=text, truncate_prompt_tokens=20, truncation_side="left") == [0, *whole[-19:]]
+    assert await sent(prompt=text, truncate_prompt_tokens=20, truncation_side="right") == whole[:20]
+    assert await sent(prompt=text, truncate_prompt_tokens=-1) == [0, *whole[-503:]], "room for 8 tokens"
+    assert await sent(prompt=text, truncate_prompt_tokens=1) == whole[-1:]
+    assert await sent(prompt=whole, truncate_prompt_tokens=20) == whole[-20:], "ids as they are"
+    assert await sent(prompt="The", truncate_prompt_tokens=20) == api.frontend.tokenizer.encode("The")
+    echo = await api.ok(
+        TEXT, {"prompt": "The quick brown fox", "truncate_prompt_tokens": 4, "echo": True, "logprobs": 0}
+    )
+    ids = api.engine.requests[-1].prompt_token_ids
+    assert echo["choices"][0]["text"].startswith(api.frontend.tokenizer.decode(ids)) and len(ids) == 4
+    assert len(echo["choices"][0]["logprobs"]["tokens"]) == 4 + 16
+    assert (await api.error(TEXT, {"prompt": text, "truncate_prompt_tokens": 512, "max_tokens": 8}))[
+        "param"
+    ] == "prompt"
+
+
+async def test_conversations_are_cut_to_size(api):
+    talk = {"messages": [{"role": "user", "content": "The quick brown fox " * 200}], "max_tokens": 8}
+    assert (await api.error(CHAT, talk))["param"] == "messages"
+    await api.ok(CHAT, {**talk, "truncate_prompt_tokens": -1})
+    ids = api.engine.requests[-1].prompt_token_ids
+    assert len(ids) == 504 and ids[0] == 0
+    assert api.frontend.tokenizer.decode(ids, skip_special_tokens=False).endswith("<|im_end|>\n<|im_start|>assistant\n")

@@ -74,9 +74,7 @@ BAD_FIELDS = [
     ({"model": 5}, "model"),
     ({"nonsense": 1}, "nonsense"),
     ({"suffix": "x"}, "suffix"),
-    ({"best_of": 2}, "best_of"),
     ({"tools": []}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     (
@@ -88,12 +86,19 @@ BAD_FIELDS = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
     ({"structured_outputs": []}, "structured_outputs"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 10**6}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": "all"}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 5, "truncation_side": "middle"}, "truncation_side"),
+    ({"truncation_side": "left"}, "truncation_side"),
     ({"use_beam_search": True}, "use_beam_search"),
     ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ({"store": True}, "store"),
     ({"service_tier": "flex"}, "service_tier"),
 ]
+OF_COMPLETIONS = {"echo", "best_of", "suffix"}  # fields that chats do not have
 BAD_COMPLETIONS = [
+    ({"tools": [{"type": "function"}]}, "tools"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"prompt": []}, "prompt"),
@@ -117,6 +122,13 @@ BAD_COMPLETIONS = [
     ({"echo": True, "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"messages": USER}, "messages"),
+    ({"best_of": 0}, "best_of"),
+    ({"best_of": 129}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
+    ({"best_of": 2, "temperature": 0}, "best_of"),
+    ({"best_of": 2, "echo": True, "max_tokens": 0}, "best_of"),
+    ({"suffix": 5}, "suffix"),
 ]
 BAD_CHATS = [
     ({"messages": None}, "messages"),
@@ -136,7 +148,7 @@ BAD_CHATS = [
         "messages.0.content.0.type",
     ),
     ({"messages": [{"role": "user", "content": "hi", "mood": "good"}]}, "messages.0"),
-    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"),
     ({"max_completion_tokens": 10**9}, "max_completion_tokens"),
     ({"logprobs": 5}, "logprobs"),  # a completion's number is not taken for true
@@ -144,6 +156,7 @@ BAD_CHATS = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
     ({"echo": True}, "echo"),
+    ({"best_of": 2}, "best_of"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"chat_template": "{{ messages }}"}, "chat_template"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
@@ -286,7 +299,7 @@ async def test_the_model_is_checked_after_field_names_and_before_values(api):
     assert (await api.error(TEXT, {"model": "zz", "prompt": "a", "temperature": 9}, 404))["param"] == "model"
 
 
-@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - {"echo"}))
+@pytest.mark.parametrize("name", sorted(set(UNSUPPORTED) - OF_COMPLETIONS))
 async def test_unsupported_fields_are_refused_by_name_and_harmless_values_are_not(api, name):
     error = await api.error(TEXT, {"prompt": "hi", name: {"ask": "something"}})
     assert error["param"] == name and f"{name} is not supported yet" in error["message"]

@@ -69,7 +69,7 @@ async def test_tokenize_a_conversation(api):
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"prompt": "a", "nonsense": 1}, "nonsense"),
         ("/tokenize", {"messages": []}, "messages"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools.0.type"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "chat_template"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": "a"}, "tokens"),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import RequestError
+from jaxserve.http.responses_schema import InputTokensBody, ResponseBody
 from jaxserve.http.schema import (
     UNSUPPORTED,
     ChatBody,
@@ -22,8 +23,8 @@ from jaxserve.http.schema import (
 )
 from jaxserve.request import SamplingParams
 
-BODIES = [ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody]
-GOOD = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [1]}
+BODIES = [ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, TokenizeChatBody, InputTokensBody, ResponseBody]
+GOOD = {"prompt": "hi", "input": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [1]}
 
 leaves = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8)
@@ -36,7 +37,7 @@ values = st.recursive(
 
 
 def names_of(cls) -> list[str]:
-    return sorted({*field_specs(cls), *UNSUPPORTED, "nonsense"})
+    return sorted({*field_specs(cls), *(cls.unsupported or UNSUPPORTED), "nonsense"})
 
 
 @pytest.mark.parametrize("cls", BODIES)
@@ -75,16 +76,17 @@ def test_body_fields_win_over_sampling_fields_of_the_same_name():
 
 
 def test_supported_fields_are_not_listed_as_unsupported():
-    assert not set(UNSUPPORTED) & (set(field_specs(CompletionBody)) - {"echo"})
-    assert not set(UNSUPPORTED) & set(field_specs(ChatBody)) - {"echo"}
+    assert not set(UNSUPPORTED) & (set(field_specs(CompletionBody)) - {"echo", "best_of", "suffix"})
+    only_of_chats = {"tools", "tool_choice", "include_reasoning", "reasoning_effort"}
+    assert set(UNSUPPORTED) & set(field_specs(ChatBody)) - {"echo"} == only_of_chats
+    assert not set(ResponseBody.unsupported) & set(field_specs(ResponseBody))
 
 
 def test_null_is_the_default_for_every_field():
     for cls in BODIES:
         required = {name: GOOD[name] for name, spec in field_specs(cls).items() if spec.required}
-        nulls = {name: None for name in names_of(cls) if name != "nonsense" and name not in required}
-        if cls in (TokenizeBody, DetokenizeBody):
-            nulls = {name: None for name in nulls if name in field_specs(cls)}
+        known = {*field_specs(cls), *cls.unsupported}
+        nulls = {name: None for name in names_of(cls) if name in known and name not in required}
         body, sampling = parse(cls, required | nulls, check_model=lambda name: None, ignore_unknown=False)
         assert body == cls(**required) and sampling == {}
 

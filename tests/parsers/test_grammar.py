@@ -1,0 +1,215 @@
+"""The grammars: what they let pass is read back as just the calls that it is, and nothing else passes."""
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from parser_cases import ANALYSIS, NOW, PARIS, TOOLS, WEATHER, message_of
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from jaxserve.parsers import (
+    TOOL_FORMATS,
+    Formats,
+    Tool,
+    ToolChoice,
+    find_formats,
+    make_grammar,
+    make_parser,
+)
+
+SPECIAL = [
+    "<eos>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", "<|channel|>",
+    "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>",
+]  # fmt: skip
+PLAIN = ["<tool_call>", "</tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]
+ONE = WEATHER.name
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    """Bytes, and markers as special and as ordinary tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN])
+    return backend
+
+
+class Held:
+    """A grammar, and what texts it lets pass."""
+
+    def __init__(self, tokenizer: Tokenizer, formats: Formats, choice: ToolChoice, **options):
+        token_id = {token: tokenizer.token_to_id(token) for token in SPECIAL + PLAIN}.get
+        self.formats, self.choice, self.prompt = formats, choice, options.pop("prompt", "")
+        grammar = make_grammar(formats, choice, token_id=token_id, prompt=self.prompt, **options)
+        assert grammar is not None
+        assert LLMatcher.validate_grammar(grammar) == ""
+        self._tokenizer = tokenizer
+        self._matcher = LLMatcher(LLTokenizer(tokenizer.to_str(), eos_token=tokenizer.token_to_id("<eos>")), grammar)
+
+    def takes(self, text: str) -> bool:
+        """Whether the whole text passes, and may end there."""
+        self._matcher.reset()
+        ids = self._tokenizer.encode(text).ids
+        taken = self._matcher.try_consume_tokens(ids)
+        assert not self._matcher.is_error(), self._matcher.get_error()
+        return taken == len(ids) and self._matcher.is_accepting()
+
+    def calls(self, text: str) -> list[tuple[str, str]]:
+        assert self.takes(text), text
+        parser = make_parser(self.formats, self.choice, prompt=self.prompt)
+        content, _, calls = message_of([parser.push(text, finished=True)])
+        assert not content and parser.finish_reason("stop") == ("stop" if self.choice.mode == "named" else "tool_calls")
+        return calls
+
+
+def text_in(name: str, arguments: str, tool: str = ONE) -> tuple[str, str]:
+    """A call as the grammar writes it, and what stands between two of them."""
+    fence = "\n```json\n{0}\n```" if name == "deepseek_v3" else "{0}"
+    deepseek = f"<｜tool▁call▁begin｜>{'function<｜tool▁sep｜>' if name == 'deepseek_v3' else ''}{tool}{'' if name == 'deepseek_v3' else '<｜tool▁sep｜>'}{fence.format(arguments)}<｜tool▁call▁end｜>"
+    plain = f'{{"name": "{tool}", "arguments": {arguments}}}'
+    python = {"{}": "", PARIS: 'city="Paris", days=3'}.get(arguments, f"city={arguments}")
+    values = {"{}": {}, PARIS: {"city": "Paris", "days": 3}}.get(arguments, {"city": arguments})
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    coder = f"<tool_call>\n<function={tool}>\n{tags}</function>\n</tool_call>"
+    return {
+        "deepseek_v3": (deepseek, "\n"),
+        "deepseek_v31": (deepseek, ""),
+        "granite": (plain, ", "),
+        "hermes": (f"<tool_call>\n{plain}\n</tool_call>", "\n"),
+        "llama3_json": (plain.replace("arguments", "parameters"), "; "),
+        "mistral": (plain, ", "),
+        "openai": (f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>{arguments}", ""),
+        "phi4_mini_json": (plain, ", "),
+        "pythonic": (f"{tool}({python})", ", "),
+        "qwen3_coder": (coder, "\n"),
+        "qwen3_xml": (coder, "\n"),
+    }[name]
+
+
+def around(name: str, calls: str) -> str:
+    begin, end = {
+        "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        "deepseek_v31": ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        "granite": ("<|tool_call|>[", "]"),
+        "mistral": ("[TOOL_CALLS][", "]"),
+        "phi4_mini_json": ("functools[", "]"),
+        "pythonic": ("[", "]"),
+    }.get(name, ("", ""))
+    return begin + calls + end
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_required_calls(name: str, tokenizer: Tokenizer):
+    held = Held(tokenizer, find_formats(name, "none", None), ToolChoice("required", tuple(TOOLS)))
+    first, between = text_in(name, PARIS)
+    second, _ = text_in(name, "{}", NOW.name)
+    assert held.calls(around(name, first)) == [(ONE, PARIS)]
+    assert held.calls(around(name, second)) == [(NOW.name, "{}")]
+    for bad in (
+        "",
+        "Hello",
+        around(name, first).replace("get_weather", "get"),
+        around(name, first).replace("days", "x"),
+    ):
+        assert not held.takes(bad)
+    if name != "openai":  # stops after each call
+        assert held.calls(around(name, first + between + second)) == [(ONE, PARIS), (NOW.name, "{}")]
+        one = Held(tokenizer, held.formats, held.choice, parallel=False)
+        assert one.takes(around(name, first)) and not one.takes(around(name, first + between + second))
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_a_named_call(name: str, tokenizer: Tokenizer):
+    held = Held(tokenizer, find_formats(name, "none", None), ToolChoice("named", (WEATHER,)))
+    text, between = text_in(name, PARIS)
+    assert held.calls(around(name, text)) == [(ONE, PARIS)]
+    assert not held.takes(around(name, text_in(name, "{}", NOW.name)[0]))
+    if name != "openai":
+        assert not held.takes(around(name, text + between + text))
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_auto_with_a_strict_tool(name: str, tokenizer: Tokenizer):
+    strict = Tool(ONE, WEATHER.parameters, strict=True)
+    held = Held(tokenizer, find_formats(name, "none", None), ToolChoice("auto", (strict, NOW)))
+    call, text = around(name, text_in(name, PARIS)[0]), "Hello <you>, [1] {"
+    final = "<|channel|>final<|message|>" if name == "openai" else ""
+    assert held.takes(final + text) and held.calls(call) == [(ONE, PARIS)]
+    assert not held.takes(call.replace("days", "x"))
+    if name not in ("openai", "llama3_json", "pythonic"):
+        assert held.takes(f"{text}\n{call}") and held.takes(f"{call}{text}")
+        assert not held.takes(text + call.replace("days", "x"))
+
+
+def test_mistrals_newer_form(tokenizer: Tokenizer):
+    formats = find_formats("mistral", "none", "[ARGS]")
+    held = Held(tokenizer, formats, ToolChoice("required", tuple(TOOLS)))
+    text = f"[TOOL_CALLS]get_weather[ARGS]{PARIS}[TOOL_CALLS]now[ARGS]{{}}"
+    assert held.calls(text) == [(ONE, PARIS), ("now", "{}")]
+    assert not held.takes("[TOOL_CALLS]get_weather[ARGS]{}")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "good", "bad"),
+    [
+        ("<think>\n", ["Hm <you> [x]</think>\n\n{}"], ["{}", "Hm"]),
+        ("<think>\n\n</think>\n\n", ["{}"], ["<think>x</think>{}"]),
+        ("", ["{}", "<think>x</think>{}"], ["Hm {}"]),
+    ],
+)
+def test_reasoning_passes_before_a_forced_call(tokenizer: Tokenizer, prompt: str, good: list[str], bad: list[str]):
+    formats = find_formats("hermes", "qwen3", None)
+    held = Held(tokenizer, formats, ToolChoice("required", (WEATHER,)), prompt=prompt)
+    call = text_in("hermes", PARIS)[0]
+    for text in good:
+        assert held.calls(text.replace("{}", call)) == [(ONE, PARIS)]
+    assert not any(held.takes(text.replace("{}", call)) for text in bad)
+
+
+@pytest.mark.parametrize("answer", ["%llguidance {}\nstart: /[0-9]+/", LLMatcher.grammar_from_regex("[0-9]+")])
+def test_an_answers_own_grammar_begins_after_the_reasoning_and_beside_calls(tokenizer: Tokenizer, answer: str):
+    formats = find_formats("hermes", "qwen3", None)
+    held = Held(tokenizer, formats, ToolChoice(), answer=answer)
+    assert held.takes("17") and held.takes("<think>Hm</think>\n17") and not held.takes("x")
+    held = Held(tokenizer, formats, ToolChoice("auto", tuple(TOOLS)), answer=answer)
+    call = text_in("hermes", PARIS)[0]
+    assert held.takes("17") and held.takes(call) and held.takes(f"<think>Hm</think>{call}") and not held.takes("x")
+    held = Held(tokenizer, find_formats("openai", "openai", None), ToolChoice(), answer=answer)
+    assert held.takes(f"{ANALYSIS}<|channel|>final<|message|>17") and not held.takes("<|channel|>final<|message|>x")
+
+
+def test_values_between_tags_are_held_to_their_types(tokenizer: Tokenizer):
+    held = Held(tokenizer, find_formats("qwen3_coder", "none", None), ToolChoice("required", (WEATHER,)))
+
+    def call(**values: str) -> str:
+        tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+        return f"<tool_call>\n<function=get_weather>\n{tags}</function>\n</tool_call>"
+
+    text = call(city='any "text"\nat all', days="3", units="metric", where="null", tags='["a"]')
+    arguments = r'{"city": "any \"text\"\nat all", "days": 3, "units": "metric", "where": null, "tags": ["a"]}'
+    assert held.calls(text) == [(ONE, arguments)]
+    for bad in (call(days="3"), call(city="x", days="many"), call(city="x", units="miles"), call(city="x", x="y")):
+        assert not held.takes(bad)
+
+
+def test_references_reach_the_definitions_of_the_whole_schema(tokenizer: Tokenizer):
+    schema = {
+        "type": "object",
+        "properties": {"at": {"$ref": "#/$defs/point"}},
+        "required": ["at"],
+        "$defs": {"point": {"type": "array", "items": {"type": "integer"}}},
+    }
+    for name, text in (
+        ("pythonic", "[go(at=[1, 2])]"),
+        ("hermes", '<tool_call>\n{"name": "go", "arguments": {"at": [1, 2]}}\n</tool_call>'),
+        ("qwen3_coder", "<tool_call>\n<function=go>\n<parameter=at>\n[1, 2]\n</parameter>\n</function>\n</tool_call>"),
+    ):
+        held = Held(tokenizer, find_formats(name, "none", None), ToolChoice("required", (Tool("go", schema),)))
+        assert held.calls(text) == [("go", '{"at": [1, 2]}')]
+
+
+def test_no_grammar_where_anything_goes():
+    formats = find_formats("hermes", "qwen3", None)
+    for choice in (ToolChoice(), ToolChoice("auto", tuple(TOOLS))):
+        assert make_grammar(formats, choice, token_id=lambda text: None, prompt="") is None
