@@ -98,7 +98,7 @@ def _check_call(raw: Any, place: str, ignore_unknown: bool) -> dict[str, Any]:
         raise RequestError(f"{place} has an unknown field {short(unknown[0])}", param=place)
     call_id, name, given = raw.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(call_id, str | None):
-        raise RequestError(f"{place}.id must be str, got {short(call_id)}", param=f"{place}.id")
+        raise RequestError(f"{place}.id must be a string, got {short(call_id)}", param=f"{place}.id")
     if not isinstance(name, str) or not name:
         message = f"{place}.function.name must be the name of a function, got {short(name)}"
         raise RequestError(message, param=f"{place}.function.name")

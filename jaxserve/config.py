@@ -246,7 +246,7 @@ def offline_config(owner: str, model: str, options: dict[str, Any]) -> EngineCon
     """The config of `owner(model, **options)`, whose queue takes all. Raises TypeError, ConfigError."""
     known = EngineConfig.__dataclass_fields__
     if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"{owner}() has no option {unknown[0]!r}; it knows {', '.join(known)}")
+        raise TypeError(f"{owner}(): {unknown_option(unknown[0], known)}; it knows {', '.join(known)}")
     return EngineConfig(model=model, **{"max_queue_len": 2**31, **options})
 
 

@@ -307,3 +307,16 @@ def test_origins_come_one_by_one_or_as_vllm_takes_them(flags: tuple[str, ...]):
 def test_origins_that_cannot_be_meant_are_refused(options: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         ServeConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_model_length", "LLM(): unknown option 'max_model_length': did you mean max_model_len?; it knows model, "),
+        ("tensor_parallel_size", "LLM(): tensor_parallel_size is not supported yet; it knows model, "),
+    ],
+)
+def test_a_wrong_keyword_is_told_the_same(name: str, said: str):
+    with pytest.raises(TypeError) as caught:
+        config.offline_config("LLM", "m", {name: 1})
+    assert str(caught.value).startswith(said)

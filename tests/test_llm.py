@@ -172,5 +172,5 @@ def test_numpy_prompts_are_token_ids(llm):
 
 
 def test_unknown_options_are_named():
-    with pytest.raises(TypeError, match="no option 'blocksize'"):
+    with pytest.raises(TypeError, match="unknown option 'blocksize'"):
         LLM("demo", blocksize=16)
