@@ -46,7 +46,7 @@ class Checkpoint(ABC):
         if config.model == DEMO_MODEL and not Path(DEMO_MODEL).exists():
             if config.revision is not None:
                 raise ConfigError("--revision is for Hugging Face repos, not for the demo model", param="revision")
-            return GGUFCheckpoint(demo.demo_model())
+            return GGUFCheckpoint(demo.demo_model(), recommended=demo.SAMPLING)
         weights = () if config.load_format == "dummy" else WEIGHT_FILES
         path = find(config.model, (*TOKENIZER_FILES, *weights), revision=config.revision, param="model")
         return GGUFCheckpoint(path) if path.is_file() else DirectoryCheckpoint(path, name=config.model)
@@ -83,15 +83,18 @@ class Checkpoint(ABC):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A .gguf file: config, tensors, tokenizer and chat template in one."""
+    """A .gguf file: config, tensors, tokenizer and chat template in one.
 
-    def __init__(self, path: Path):
+    `recommended` sampling values stand in for those that the file does not name.
+    """
+
+    def __init__(self, path: Path, recommended: Mapping[str, float] | None = None):
         from jaxserve.gguf_file import GGUFFile
 
         self.name = path.stem
         self.file = GGUFFile(path)
         self.config = self.file.config
-        self.generation_config = self.file.generation_config
+        self.generation_config = {**(recommended or {}), **self.file.generation_config}
 
     def tensors(self) -> Iterator[tuple[str, TensorReader]]:
         return self.file.tensors()
@@ -181,7 +184,7 @@ def _download(repo: str, patterns: tuple[str, ...], revision: str | None, param:
     except hub.HFValidationError:
         reason = "is no local file or directory and no name of a Hugging Face repo (owner/name)"
     except hub.LocalEntryNotFoundError:
-        reason = "is not in the local cache and Hugging Face cannot be reached"
+        reason = "is no local file or directory, not in the cache of Hugging Face, and their site cannot be reached"
     except (hub.HfHubHTTPError, OSError) as error:
         reason = f"could not be downloaded: {error}"
     raise ConfigError(f"{repo} {reason}", param=param)

@@ -20,6 +20,7 @@ from jaxserve.errors import ConfigError
 # GGUF architecture -> HF class. Mistral is "llama" in GGUF.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+MAGIC = b"GGUF"
 _AS_STORED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _DEQUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
@@ -38,7 +39,7 @@ class GGUFFile:
         try:
             self._reader = _Reader(path)
         except (OSError, ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-            raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from None
+            raise ConfigError(f"{path} {_why_unreadable(path, error)}") from None
         self._tensors = {t.name: t for t in self._reader.tensors}
         self.architecture: str = self.get("general.architecture", "")
         if self.architecture not in ARCHITECTURES:
@@ -166,6 +167,18 @@ class GGUFFile:
             known = ", ".join((*_AS_STORED, *_DEQUANTISED))
             raise ConfigError(f"{self.path.name}: {tensor.name} is {kind}, which is not supported: only {known} are")
         return dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """Says of a file that the reader gave up on what a user can do about it, and what the reader said."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot be read: {error.strerror}"
+    with path.open("rb") as file:
+        begins_well = file.read(len(MAGIC)) == MAGIC
+    if not begins_well:
+        return f"cannot be read as a GGUF file: it does not begin like one ({error})"
+    size_mb = path.stat().st_size / 1e6
+    return f"cannot be read as a GGUF file: it may be cut off ({size_mb:.1f} MB are there) or damaged ({error})"
 
 
 def undo_permute(weight: np.ndarray, heads: int) -> np.ndarray:

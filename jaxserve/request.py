@@ -186,6 +186,17 @@ def type_names(annotation: Any) -> tuple[type, ...]:
     return tuple(t for a in args for t in type_names(a))
 
 
+KINDS = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
+"""Types as error messages name them."""
+
+
 def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
     """Raises RequestError unless `value` has the annotated type and lies within `ge`, `gt`, `le`, `lt`."""
     types = type_names(annotation)
@@ -199,7 +210,7 @@ def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
         or any(t not in (bool, int, float) and isinstance(value, t) for t in types)
     )
     if not fits:
-        wanted = " or ".join(t.__name__ for t in types if t is not type(None))
+        wanted = " or ".join(KINDS[t] for t in types if t is not type(None))
         raise RequestError(f"{name} must be {wanted}, got {short(value)}", param=name)
     if isinstance(value, list):
         _check_items(name, value, annotation)
@@ -234,7 +245,7 @@ def _check_items(name: str, value: list, annotation: Any) -> None:
     )
     for i, v in enumerate(value):
         if item is not None and (not isinstance(v, item) or isinstance(v, bool)):
-            raise RequestError(f"{name}[{i}] must be {item.__name__}, got {short(v)}", param=name)
+            raise RequestError(f"{name}[{i}] must be {KINDS[item]}, got {short(v)}", param=name)
 
 
 def short(value: Any, limit: int = 60) -> str:

@@ -20,7 +20,8 @@ from typing import Any
 import jax
 from jax import export
 
-from jaxserve.config import cache_dir
+from jaxserve.config import cache_dir, make_cache_dir
+from jaxserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ def _read(path: Path) -> export.Exported | None:
         with contextlib.suppress(OSError):
             os.utime(path)  # used: prune() lets it be
         return export.deserialize(data)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # a damaged file must not keep the server from starting
         log.warning("%s cannot be read (%s): tracing that step again", path, error)
@@ -97,7 +98,10 @@ def _read(path: Path) -> export.Exported | None:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all: another process may read it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_dir("steps")
+    except ConfigError:
+        return  # which the engine says once, when it starts
+    try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             (Path(folder) / path.name).write_bytes(data)
             os.replace(Path(folder) / path.name, path)

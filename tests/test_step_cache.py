@@ -75,3 +75,19 @@ def test_a_cache_of_the_users_own_is_the_one_that_is_used(tmp_path: Path, mine: 
     subprocess.run([sys.executable, "-c", code], check=True, env={**env, **options})
     assert any((tmp_path / "mine").rglob("*-cache")) == bool(mine)
     assert any((tmp_path / "ours").rglob("*-cache")) != bool(mine)
+
+
+def test_a_cache_that_cannot_be_written_is_told_once(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    code = (
+        "from jaxserve.logs import setup_logging; setup_logging()\n"
+        "from jaxserve.engine import _start_jax; _start_jax(0.9)\n"
+        "import jax; from jaxserve import step_cache\n"
+        "shape = [jax.ShapeDtypeStruct((2,), 'float32')]\n"
+        "for name in 'ab': step_cache.lower(lambda x: [x + 1], shape, donated=range(0), name=name).compile()\n"
+    )
+    env = {**os.environ, "JAXSERVE_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert "cannot be written to" in line and "JAXSERVE_CACHE_DIR" in line and "is not kept" in line

@@ -51,7 +51,8 @@ class Server:
         """The name to answer with. Raises NotFound if this is no name of the model."""
         name = asked or self.model_names[0]
         if name not in self.model_names:
-            raise NotFound(f"The model {short(asked)} does not exist.", param="model")
+            served = " and ".join(map(short, self.model_names))
+            raise NotFound(f"The model {short(asked)} does not exist: this server has {served}.", param="model")
         return name
 
     def parse[B: schema.Body](self, cls: type[B], raw: dict[str, Any]) -> tuple[B, dict[str, Any]]:
