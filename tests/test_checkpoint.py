@@ -1,6 +1,7 @@
 """MODEL in all its forms: directories, files, and Hugging Face repos from a stand-in of the hub."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -137,6 +138,12 @@ def test_sampling_defaults(folder, tmp_path):
 
 def test_end_tokens_of_all_configs():
     assert eos_ids({"eos_token_id": [1, 2]}, {}, {"eos_token_id": 0}, {"eos_token_id": None}) == [1, 2, 0]
+
+
+@pytest.mark.parametrize("value", ["x", -5, 1.5, math.nan, True, 10**30, {}, [None], [[1]], ["x"]])
+def test_end_tokens_that_are_none(value):
+    with pytest.raises(ConfigError, match="eos_token_id must be a token id or a list of them"):
+        eos_ids({}, {"eos_token_id": value})
 
 
 def test_another_tokenizer_and_template(folder, tmp_path):

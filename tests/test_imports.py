@@ -29,6 +29,7 @@ FLOORS: dict[str, int] = {
     "request": 1,
     "structured": 1,
     "sampling_inputs": 1,
+    "settings": 1,
     "state": 1,
     "tokenizer": 1,
     "frontend": 2,
@@ -80,6 +81,7 @@ WITHOUT_JAX = (
     "structured",
     "scheduler",
     "serve",
+    "settings",
     "tokenizer",
 )
 
