@@ -67,6 +67,7 @@ class Checkpoint(ABC):
             path = find(config.tokenizer, TOKENIZER_FILES, revision=None, param="tokenizer")
             tokenizer = load_tokenizer(path, eos_ids(self.generation_config, self.config))
         if config.chat_template is None:
+            tokenizer.compile_templates()  # one that is bad can be replaced: not before this
             return tokenizer
         try:
             return tokenizer.with_chat_template(Path(config.chat_template).expanduser().read_text())

@@ -15,6 +15,7 @@ import tokenizers
 
 from jaxserve.chat_template import ChatTemplate
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.request import short
 
 ByteMap = dict[str, int]
 
@@ -123,11 +124,16 @@ class Tokenizer:
         return self._templates.get("default")
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """The same tokenizer with another default template."""
-        ChatTemplate(template)  # a bad one is an error now, not at the first request
+        """The same tokenizer with another default template. Raises ConfigError if it is bad."""
         clone = copy.copy(self)
         clone._templates, clone._compiled = {"default": template}, {}
+        clone.compile_templates()
         return clone
+
+    def compile_templates(self) -> None:
+        """Raises ConfigError for a bad template now, and not at the first chat."""
+        for template in self._templates.values():
+            self._compile(template)
 
     def apply_chat_template(
         self,
@@ -180,10 +186,12 @@ def _uses(decoder: Any, kind: str) -> bool:
 def _named_templates(templates: str | Mapping[str, str] | None) -> dict[str, str]:
     if isinstance(templates, str):
         return {"default": templates}
-    named = dict(templates or {})
+    named = {} if templates is None else templates
+    if not isinstance(named, Mapping) or not all(isinstance(each, str) for each in (*named, *named.values())):
+        raise ConfigError(f"the model's chat template must be text, got {short(templates)}", param="chat_template")
     if named and "default" not in named:
         log.info("the model has chat templates %s and no default one", ", ".join(named))
-    return named
+    return dict(named)
 
 
 def _not_about_pytorch(record: logging.LogRecord) -> bool:
