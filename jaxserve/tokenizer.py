@@ -91,11 +91,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it count as themselves."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: plain encode() keeps the GIL, for seconds if the text is long.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary add nothing."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]  # without the GIL, too
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to the text, which may be part of a character. b"" past the vocabulary."""

@@ -27,7 +27,7 @@ from jaxserve.http.replies import (
 from jaxserve.http.request_id import CALL_ID
 from jaxserve.http.schema import ChatBody
 from jaxserve.http.sse import event
-from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.request import Request, SamplingParams
 
 
@@ -36,7 +36,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body, sampling = server.parse(ChatBody, await read_object(request))
     params = make_params(server, body, sampling)
     call_id = request[CALL_ID] = f"chatcmpl-{uuid.uuid4().hex}"
-    size = LONG_TEXT_CHARS if params.structured_outputs else request.content_length or 0
+    size = LONG_TEXT_CHARS if params.structured_outputs else request[BODY_BYTES]
     field = _max_tokens_field(body, sampling)
     text = server.frontend.text(await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s))
     answer = ChatAnswer(server, call_id, body, text, "prompt_logprobs" in sampling)
