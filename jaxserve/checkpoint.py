@@ -20,6 +20,7 @@ import numpy as np
 from jaxserve import demo
 from jaxserve.config import DEMO_MODEL, EngineConfig, hf_token
 from jaxserve.errors import ConfigError
+from jaxserve.settings import token_ids
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -66,6 +67,7 @@ class Checkpoint(ABC):
             path = find(config.tokenizer, TOKENIZER_FILES, revision=None, param="tokenizer")
             tokenizer = load_tokenizer(path, eos_ids(self.generation_config, self.config))
         if config.chat_template is None:
+            tokenizer.compile_templates()  # one that is bad can be replaced: not before this
             return tokenizer
         try:
             return tokenizer.with_chat_template(Path(config.chat_template).expanduser().read_text())
@@ -204,8 +206,7 @@ def load_tokenizer(path: Path, more_eos_ids: list[int]) -> "Tokenizer":
 
 def eos_ids(*configs: Mapping[str, Any]) -> list[int]:
     """All eos_token_id of several config files: each may hold one, a list or none."""
-    values = [config.get("eos_token_id") for config in configs]
-    return [i for value in values if value is not None for i in (value if isinstance(value, list) else [value])]
+    return [i for config in configs for i in token_ids(config, "eos_token_id", file="the model's configuration")]
 
 
 def read_json(path: Path, param: str | None = None) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def read_json(path: Path, param: str | None = None) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", param=param) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param=param) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object", param=param)

@@ -232,8 +232,12 @@ class ServeConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
-        if any(not key.strip() for key in self.api_key):
+        keys = [key.strip() for key in self.api_key]  # as a header's value arrives
+        if not all(keys):
             raise ConfigError("--api-key may not be blank: anybody could send that", param="api_key")
+        if not all(key.isprintable() for key in keys):
+            raise ConfigError("--api-key may not hold control characters: no header could", param="api_key")
+        object.__setattr__(self, "api_key", keys)
         self._check_cors()
 
     def _check_cors(self) -> None:
@@ -421,7 +425,7 @@ def from_arguments(args: argparse.Namespace, cls: type[EngineConfig]) -> Any:
         given["model"] = given.pop("model_positional")
     values |= {k: v for k, v in given.items() if k in known}
     if "api_key" in known and not values.get("api_key"):
-        values["api_key"] = api_keys_from_environment()
+        values["api_key"] = _api_keys_of_the_server()
     return cls(**values)
 
 
@@ -485,6 +489,14 @@ def options_markdown(cls: type[EngineConfig]) -> str:
 def api_keys_from_environment() -> list[str]:
     """Keys in JAXSERVE_API_KEY, comma-separated."""
     return [k.strip() for k in os.environ.get("JAXSERVE_API_KEY", "").split(",") if k.strip()]
+
+
+def _api_keys_of_the_server() -> list[str]:
+    """Raises ConfigError if JAXSERVE_API_KEY is set and holds no key: the server would be open, and nobody told."""
+    keys = api_keys_from_environment()
+    if not keys and "JAXSERVE_API_KEY" in os.environ:
+        raise ConfigError("JAXSERVE_API_KEY is set and holds no key: give one, or unset it", param="api_key")
+    return keys
 
 
 def client_api_key() -> str | None:

@@ -300,13 +300,21 @@ class Engine:
                 hidden = self._sums.pop(request.request_id, pooled[event.row])
                 delta.token_ids, delta.embedding = [], hidden.astype("<f4").tobytes()
         if event.finish_reason == "error":
-            why = self._broken or "the model gave logits that are not finite"
-            if not self._broken and seq.grammar is not None:
-                why = f"no token fits its grammar: {seq.grammar.problem or 'other options forbid those that do'}"
-            delta.error = EngineError(why).info()
+            delta.error = self._why(event).info()
         elif event.finish_reason == "timeout":
             delta.error = DeadlineExceeded(f"the request took longer than its limit of {self._timeout_s} s").info()
         return delta
+
+    def _why(self, event: Event) -> JaxserveError:
+        """What ended a sequence with "error"."""
+        grammar = event.seq.grammar
+        if self._broken:
+            return EngineError(self._broken)
+        if grammar is not None and (event.nothing_allowed or event.token is not None):
+            return EngineError(f"no token fits its grammar: {grammar.problem or 'other options forbid those that do'}")
+        if event.nothing_allowed:
+            return RequestError("no token is allowed: allowed_token_ids, bad_words and min_tokens forbid them all")
+        return EngineError("the model gave logits that are not finite")
 
     def _add_first_facts(self, delta: SequenceDelta, seq: Sequence) -> None:
         """What is known with the first token: cached tokens, time in the queue, the prompt's logprobs (once of n)."""

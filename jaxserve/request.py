@@ -25,6 +25,7 @@ MAX_BAD_WORD_TOKENS = 16  # tokens of one bad word
 MAX_STOP_STRINGS = 4
 MAX_CHOICES = 10_000  # of structured_outputs.choice
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # drawn in place of a token id: by a broken model, by a request that forbids all
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax import export
+from jax._src.compilation_cache import decompress_executable  # what no public name does
 
 from jaxserve.config import cache_dir, make_cache_dir
 from jaxserve.errors import ConfigError
@@ -50,13 +51,38 @@ def _jitted(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
 
 
 def prune() -> None:
-    """Deletes traced and compiled steps that nobody has used for KEEP_S."""
+    """Deletes steps that nobody has used for KEEP_S, and compiled ones that are damaged."""
+    _drop_damaged(cache_dir() / "xla")
     oldest = time.time() - KEEP_S
     for path in (*(cache_dir() / "steps").rglob("*"), *(cache_dir() / "xla").rglob("*")):
         with contextlib.suppress(OSError):  # another process may do the same, or the cache be read-only
             facts = path.stat()
             if path.is_file() and max(facts.st_mtime, facts.st_atime) < oldest:
                 path.unlink()
+
+
+def _drop_damaged(folder: Path) -> None:
+    """Deletes compiled steps that cannot be unpacked: of a full disk, say. JAX would keep them, and compile each time.
+
+    Looks at those written since the last call.
+    """
+    marker, begun = folder / "checked", folder / "checking"
+    checked = marker.stat().st_mtime if marker.exists() else 0.0
+    with contextlib.suppress(OSError):
+        begun.touch()
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < checked:
+                continue
+            try:
+                decompress_executable(path.read_bytes())
+            except OSError:
+                continue
+            except Exception as error:  # of whichever package has compressed it
+                log.warning("%s is damaged (%s): compiling that step again", path, error)
+                path.unlink()
+    with contextlib.suppress(OSError):
+        os.replace(begun, marker)  # which keeps the time
 
 
 def _key(name: str, shapes: list[Any]) -> str:

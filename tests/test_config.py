@@ -284,6 +284,20 @@ def test_a_blank_api_key_is_refused(keys):
         ServeConfig(api_key=keys)
 
 
+def test_a_key_is_what_a_header_can_bring():
+    assert ServeConfig(api_key=["k2 ", "\tk3\n"]).api_key == ["k2", "k3"]
+    with pytest.raises(ConfigError, match="--api-key may not hold control characters"):
+        ServeConfig(api_key=["a\nb"])
+
+
+@pytest.mark.parametrize("text", ["", ",", " ", " , "])
+def test_a_variable_for_keys_without_a_key_does_not_open_the_server(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXSERVE_API_KEY", text)
+    with pytest.raises(ConfigError, match="JAXSERVE_API_KEY is set and holds no key"):
+        parsed()
+    assert parsed("--api-key", "k").api_key == ["k"]
+
+
 @pytest.mark.parametrize(
     "flags",
     [("http://a", "http://b"), ('["http://a", "http://b"]',), ("http://a", "--allowed-origins", "http://b")],

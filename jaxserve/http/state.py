@@ -62,6 +62,7 @@ class Server:
 
 
 SERVER = web.AppKey("server", Server)
+BODY_BYTES = web.RequestKey("body_bytes", int)  # the size of what read_object() has read
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
@@ -72,4 +73,6 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     limit = request.client_max_size
     if (size := request.content_length or 0) > limit:
         raise PayloadTooLarge(f"the request body has {size} bytes; the limit is {limit} bytes (--max-body-bytes)")
-    return schema.decode_object(await request.read())
+    body = await request.read()
+    request[BODY_BYTES] = len(body)  # not content_length: a chunked body has none
+    return schema.decode_object(body)
