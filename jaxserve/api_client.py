@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
@@ -9,7 +10,7 @@ from typing import Any, Self
 import aiohttp
 import msgspec
 
-from jaxserve.errors import ErrorInfo, JaxserveError
+from jaxserve.errors import ConfigError, ErrorInfo, JaxserveError, NotFound, Unauthorized
 from jaxserve.request import short
 
 CONNECT_TIMEOUT_S = 10
@@ -20,8 +21,11 @@ class ApiClient:
     """One server, one pool of connections. Every failure is a JaxserveError whose message can be shown as it is."""
 
     def __init__(self, base_url: str, api_key: str | None = None):
-        """`base_url` is what all paths are appended to; call inside a running event loop."""
+        """`base_url` is what all paths are appended to; call inside a running event loop. Raises ConfigError."""
         self.base_url = base_url.rstrip("/")
+        if not re.match(r"https?://[^/]", self.base_url):
+            host = re.sub(r"^\w*:*/+", "", self.base_url) or "localhost:8000"
+            raise ConfigError(f"{base_url!r} is no URL of a server: write it with http://, like http://{host}")
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             connector=aiohttp.TCPConnector(limit=0),
@@ -43,11 +47,23 @@ class ApiClient:
         """The entries that GET `path` lists; at least one."""
         url = f"{self.base_url}{path}"
         try:
-            models = json.loads(await self.get_text(url))["data"]
+            text = await self.get_text(url)
+        except NotFound as error:
+            raise NotFound(f"{url}: {error.message}; {self._other_url(url)}") from None
+        try:
+            models = json.loads(text)["data"]
             models[0]["id"]
         except (ValueError, KeyError, TypeError, IndexError):
-            raise JaxserveError(f"{url} lists no model: is this the address of an OpenAI-compatible server?") from None
+            raise NotFound(f"{url} lists no model; {self._other_url(url)}") from None
         return models
+
+    def _other_url(self, url: str) -> str:
+        """What the user may have meant, where `url` is not the one that lists models."""
+        if "/v1/v1/" in url:
+            return f"this URL goes without /v1: try {self.base_url.removesuffix('/v1')}"
+        if "/v1/" not in url:
+            return f"the URL of such a server ends with /v1: try {self.base_url}/v1"
+        return "is this the address of an OpenAI-compatible server?"
 
     async def get_text(self, url: str) -> str:
         """The body of a GET on a full URL."""
@@ -99,14 +115,17 @@ async def _raise_for_status(response: aiohttp.ClientResponse) -> None:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):
         error = text
-    raise _error_of(error, response.status)
+    exception = _error_of(error, response.status)
+    if isinstance(exception, Unauthorized):
+        exception.message += " (--api-key KEY or JAXSERVE_API_KEY names one)"
+    raise exception
 
 
 def _error_of(error: Any, status: int) -> JaxserveError:
     """The exception of an OpenAI error body; other servers' shapes become its message."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         code = error.get("code")
-        code = code if isinstance(code, int) else status
+        code = code if isinstance(code, int) and status < 400 else status
         info = ErrorInfo(error["message"], str(error.get("type")), error.get("param"), code)
     else:
         info = ErrorInfo(f"HTTP {status}: {short(error, 300)}", "", None, status)

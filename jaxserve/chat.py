@@ -43,8 +43,9 @@ def _check_message(message: Any, place: str, ignore_unknown: bool) -> dict[str, 
     for name in UNSUPPORTED_FIELDS:
         if given.pop(name, None):
             raise RequestError(f"{place}.{name} is not supported yet", param=f"{place}.{name}")
-    if (reasoning := given.pop("reasoning_content", None)) is not None:
-        given.setdefault("reasoning", reasoning)
+    reasoning = given.pop("reasoning_content", None)
+    if reasoning is not None and given.get("reasoning") in (None, ""):
+        given["reasoning"] = reasoning
     if not ignore_unknown and (unknown := [name for name in given if name not in MESSAGE_FIELDS]):
         raise RequestError(f"{place} has an unknown field {short(unknown[0])}", param=place)
     role = given.get("role")
@@ -52,7 +53,7 @@ def _check_message(message: Any, place: str, ignore_unknown: bool) -> dict[str, 
         raise RequestError(f"{place}.role must be one of {', '.join(ROLES)}, got {short(role)}", param=f"{place}.role")
     for name in ("name", "tool_call_id", "reasoning"):
         if not isinstance(given.get(name, ""), str):
-            raise RequestError(f"{place}.{name} must be str, got {short(given[name])}", param=f"{place}.{name}")
+            raise RequestError(f"{place}.{name} must be a string, got {short(given[name])}", param=f"{place}.{name}")
     if role != "assistant" and (wrong := [n for n in ("tool_calls", "reasoning") if given.get(n)]):
         raise RequestError(f"{place}.{wrong[0]} is only for assistants, not for {role}", param=f"{place}.{wrong[0]}")
     if calls := given.pop("tool_calls", None):
@@ -98,7 +99,7 @@ def _check_call(raw: Any, place: str, ignore_unknown: bool) -> dict[str, Any]:
         raise RequestError(f"{place} has an unknown field {short(unknown[0])}", param=place)
     call_id, name, given = raw.get("id"), function.get("name"), function.get("arguments")
     if not isinstance(call_id, str | None):
-        raise RequestError(f"{place}.id must be str, got {short(call_id)}", param=f"{place}.id")
+        raise RequestError(f"{place}.id must be a string, got {short(call_id)}", param=f"{place}.id")
     if not isinstance(name, str) or not name:
         message = f"{place}.function.name must be the name of a function, got {short(name)}"
         raise RequestError(message, param=f"{place}.function.name")
@@ -134,7 +135,7 @@ def _check_part(part: Any, place: str, ignore_unknown: bool) -> dict[str, str]:
             f"{place}: content of type {short(part['type'])} is not supported yet; text is", param=f"{place}.type"
         )
     if not isinstance(part.get("text"), str):
-        raise RequestError(f"{place}.text must be str, got {short(part.get('text'))}", param=f"{place}.text")
+        raise RequestError(f"{place}.text must be a string, got {short(part.get('text'))}", param=f"{place}.text")
     if not ignore_unknown and (unknown := [name for name in part if name not in ("type", "text")]):
         raise RequestError(f"{place} has an unknown field {short(unknown[0])}", param=place)
     return {"type": "text", "text": part["text"]}

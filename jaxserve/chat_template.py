@@ -27,7 +27,7 @@ class ChatTemplate:
         self._source = source
         try:
             self._template = self._environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}", param="chat_template") from None
 
     def render(

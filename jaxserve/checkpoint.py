@@ -20,6 +20,7 @@ import numpy as np
 from jaxserve import demo
 from jaxserve.config import DEMO_MODEL, EngineConfig, hf_token
 from jaxserve.errors import ConfigError
+from jaxserve.settings import token_ids
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class Checkpoint(ABC):
         if config.model == DEMO_MODEL and not Path(DEMO_MODEL).exists():
             if config.revision is not None:
                 raise ConfigError("--revision is for Hugging Face repos, not for the demo model", param="revision")
-            return GGUFCheckpoint(demo.demo_model())
+            return GGUFCheckpoint(demo.demo_model(), recommended=demo.SAMPLING)
         weights = () if config.load_format == "dummy" else WEIGHT_FILES
         path = find(config.model, (*TOKENIZER_FILES, *weights), revision=config.revision, param="model")
         return GGUFCheckpoint(path) if path.is_file() else DirectoryCheckpoint(path, name=config.model)
@@ -66,6 +67,7 @@ class Checkpoint(ABC):
             path = find(config.tokenizer, TOKENIZER_FILES, revision=None, param="tokenizer")
             tokenizer = load_tokenizer(path, eos_ids(self.generation_config, self.config))
         if config.chat_template is None:
+            tokenizer.compile_templates()  # one that is bad can be replaced: not before this
             return tokenizer
         try:
             return tokenizer.with_chat_template(Path(config.chat_template).expanduser().read_text())
@@ -83,15 +85,18 @@ class Checkpoint(ABC):
 
 
 class GGUFCheckpoint(Checkpoint):
-    """A .gguf file: config, tensors, tokenizer and chat template in one."""
+    """A .gguf file: config, tensors, tokenizer and chat template in one.
 
-    def __init__(self, path: Path):
+    `recommended` sampling values stand in for those that the file does not name.
+    """
+
+    def __init__(self, path: Path, recommended: Mapping[str, float] | None = None):
         from jaxserve.gguf_file import GGUFFile
 
         self.name = path.stem
         self.file = GGUFFile(path)
         self.config = self.file.config
-        self.generation_config = self.file.generation_config
+        self.generation_config = {**(recommended or {}), **self.file.generation_config}
 
     def tensors(self) -> Iterator[tuple[str, TensorReader]]:
         return self.file.tensors()
@@ -181,7 +186,7 @@ def _download(repo: str, patterns: tuple[str, ...], revision: str | None, param:
     except hub.HFValidationError:
         reason = "is no local file or directory and no name of a Hugging Face repo (owner/name)"
     except hub.LocalEntryNotFoundError:
-        reason = "is not in the local cache and Hugging Face cannot be reached"
+        reason = "is no local file or directory, not in the cache of Hugging Face, and their site cannot be reached"
     except (hub.HfHubHTTPError, OSError) as error:
         reason = f"could not be downloaded: {error}"
     raise ConfigError(f"{repo} {reason}", param=param)
@@ -201,8 +206,7 @@ def load_tokenizer(path: Path, more_eos_ids: list[int]) -> "Tokenizer":
 
 def eos_ids(*configs: Mapping[str, Any]) -> list[int]:
     """All eos_token_id of several config files: each may hold one, a list or none."""
-    values = [config.get("eos_token_id") for config in configs]
-    return [i for value in values if value is not None for i in (value if isinstance(value, list) else [value])]
+    return [i for config in configs for i in token_ids(config, "eos_token_id", file="the model's configuration")]
 
 
 def read_json(path: Path, param: str | None = None) -> dict[str, Any]:
@@ -210,7 +214,7 @@ def read_json(path: Path, param: str | None = None) -> dict[str, Any]:
         value = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", param=param) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}", param=param) from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object", param=param)

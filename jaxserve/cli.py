@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from jaxserve import __version__
-from jaxserve.config import ServeConfig, add_arguments, from_arguments
+from jaxserve.config import ENVIRONMENT, ServeConfig, add_arguments, from_arguments, unknown_option
 from jaxserve.errors import ConfigError, JaxserveError
 
 
@@ -84,8 +84,19 @@ def _run(argv: list[str]) -> int:
         allow_abbrev=False,
     )
     getattr(module, f"add_{name}_arguments")(parser)
-    args = parser.parse_intermixed_args(argv[len(path) :])
+    args, unknown = parser.parse_known_intermixed_args(argv[len(path) :])
+    if unknown:
+        _refuse(unknown, parser)
     return getattr(module, f"run_{name}")(args)
+
+
+def _refuse(unknown: list[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Raises ConfigError for words that are no option of a command, naming the first."""
+    flags = [word for word in unknown if word.startswith("-") and word.strip("-")]
+    reason = f"unexpected {unknown[0]!r}"
+    if flags:
+        reason = unknown_option(flags[0], parser._option_string_actions)
+    raise ConfigError(f"{reason} (`{parser.prog} --help` lists the options)")
 
 
 def _find(argv: list[str]) -> tuple[str, ...]:
@@ -117,7 +128,7 @@ def help_text(group: tuple[str, ...]) -> str:
     lines = [f"usage: {' '.join(('jaxserve', *group))} COMMAND [options]", "", "commands:"]
     lines += [f"  {name:{width}}  {doc}" for name, doc in rows.items()]
     lines += ["", "`jaxserve COMMAND --help` shows the options of one; `jaxserve --version` the version."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", ENVIRONMENT])
 
 
 def _fail(message: str, code: int) -> int:

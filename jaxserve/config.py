@@ -5,10 +5,11 @@ The environment is read here and nowhere else.
 
 import argparse
 import dataclasses
+import difflib
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,22 @@ from typing import Any
 from jaxserve.errors import ConfigError
 
 DEMO_MODEL = "demo"  # MODEL of `jaxserve serve` without one: SmolLM2-135M-Instruct from a wheel on PyPI
+
+# Options that people bring from vLLM and that jaxserve does not have, so that they are refused by name.
+NOT_YET = frozenset(
+    "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel quantization kv_cache_dtype "
+    "trust_remote_code enable_lora lora_modules max_loras max_lora_rank speculative_config speculative_model "
+    "num_speculative_tokens swap_space cpu_offload_gb ssl_keyfile ssl_certfile limit_mm_per_prompt rope_scaling "
+    "hf_overrides distributed_executor_backend".split()
+)
+SHORT_FORMS = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size",
+               "q": "quantization"}  # fmt: skip
+
+ENVIRONMENT = """\
+environment:
+  JAXSERVE_CACHE_DIR  where compiled programs and the demo model are kept (default: ~/.cache/jaxserve)
+  JAXSERVE_API_KEY    keys, comma-separated: those that `serve` asks for; our clients send the first
+  HF_TOKEN            for private and gated Hugging Face repos"""
 
 
 AUTO_OR_NONE = ("auto", "none")
@@ -60,7 +77,10 @@ def parse_max_model_len(text: str | int) -> int | str:
     """A length in tokens, or 'auto' (also -1): the longest that fits the KV cache."""
     if str(text) in ("auto", "-1"):
         return "auto"
-    return parse_size(text)
+    try:
+        return parse_size(text)
+    except ConfigError:
+        raise ConfigError(f"{text!r} is not a length: write it as 4096, 4k or 4Ki, or auto") from None
 
 
 def parse_list(text: str) -> list[str]:
@@ -73,14 +93,16 @@ class EngineConfig:
     """Options of the engine, offline and served. Values may be given as text; raises ConfigError naming the option."""
 
     model: str = option(
-        DEMO_MODEL, "Hugging Face repo id, directory of safetensors, or .gguf file; none: the demo model", group="model"
+        DEMO_MODEL,
+        "Hugging Face repo id, directory of safetensors, or .gguf file; demo: a tiny model to try",
+        group="model",
     )
     revision: str | None = option(None, "branch, tag or commit of the Hugging Face repo", group="model")
     tokenizer: str | None = option(None, "repo id or directory of the tokenizer, if not the model's own", group="model")
     chat_template: str | None = option(None, "file with a Jinja chat template, if not the model's own", group="model")
     generation_config: str = option(
         "auto",
-        "where default sampling values come from: auto (the model's generation_config.json), none, or a directory",
+        "default sampling values; auto: the model's generation_config.json; none: jaxserve's own; or a directory",
         group="model",
     )
     load_format: str = option(
@@ -97,7 +119,7 @@ class EngineConfig:
     )
     max_model_len: int | str | None = option(
         None,
-        "longest prompt + output in tokens; auto: the longest that fits; none: the model's own",
+        "longest prompt + output in tokens; auto: the longest that fits (if not given: the model's own)",
         group="memory",
         parse=parse_max_model_len,
         ge=1,
@@ -110,21 +132,21 @@ class EngineConfig:
     )
     page_size: int | None = option(
         None,
-        "tokens of one KV page; none: 64 on GPU, 16 elsewhere",
+        "tokens of one KV page (if not given: 64 on GPU, 16 elsewhere)",
         group="memory",
         choices=(16, 32, 64, 128, 256),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings", group="memory")
     max_num_seqs: int | None = option(
         None,
-        "sequences computed together at most; none: 256 on GPU, 32 on CPU",
+        "sequences computed together at most (if not given: 256 on GPU, 32 on CPU)",
         group="scheduling",
         ge=1,
         le=4096,
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens of one step at most; none: 8192 on GPU, 160 on CPU",
+        "tokens of one step at most (if not given: 8192 on GPU, 160 on CPU)",
         group="scheduling",
         parse=parse_size,
         ge=16,
@@ -139,7 +161,7 @@ class EngineConfig:
         1024, "requests waiting at most; a further one is refused (429)", group="scheduling", ge=1
     )
     request_timeout: float | None = option(
-        None, "seconds after which a request ends with an error", group="scheduling", gt=0
+        None, "seconds after which a request ends with an error (if not given: never)", group="scheduling", gt=0
     )
     attention_backend: str = option(
         "auto",
@@ -169,7 +191,7 @@ class ServeConfig(EngineConfig):
         group="HTTP server",
     )
     served_model_name: list[str] = option(
-        [], "name(s) of the model in the API; none: MODEL", group="HTTP server", many=True
+        [], "name(s) of the model in the API (if not given: MODEL)", group="HTTP server", many=True
     )
     tool_call_parser: str = option(
         "auto",
@@ -185,16 +207,16 @@ class ServeConfig(EngineConfig):
     )
     allowed_origins: list[str] = option(
         [],
-        "origins whose pages may call from a browser (CORS), or *; none: off",
+        "origins whose pages may call from a browser (CORS), or * for any (if not given: no page may)",
         group="HTTP server",
         many=True,
         parse=parse_list,
     )
     allowed_methods: list[str] = option(
-        [], "methods that they may use; none: all", group="HTTP server", many=True, parse=parse_list
+        [], "methods that they may use (if not given: all)", group="HTTP server", many=True, parse=parse_list
     )
     allowed_headers: list[str] = option(
-        [], "headers that they may send; none: all", group="HTTP server", many=True, parse=parse_list
+        [], "headers that they may send (if not given: all)", group="HTTP server", many=True, parse=parse_list
     )
     allow_credentials: bool = option(False, "let them send cookies", group="HTTP server")
     disable_docs: bool = option(False, "serve neither /docs nor /openapi.json", group="HTTP server")
@@ -211,8 +233,12 @@ class ServeConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
-        if any(not key.strip() for key in self.api_key):
+        keys = [key.strip() for key in self.api_key]  # as a header's value arrives
+        if not all(keys):
             raise ConfigError("--api-key may not be blank: anybody could send that", param="api_key")
+        if not all(key.isprintable() for key in keys):
+            raise ConfigError("--api-key may not hold control characters: no header could", param="api_key")
+        object.__setattr__(self, "api_key", keys)
         self._check_cors()
 
     def _check_cors(self) -> None:
@@ -231,12 +257,28 @@ def offline_config(owner: str, model: str, options: dict[str, Any]) -> EngineCon
     """The config of `owner(model, **options)`, whose queue takes all. Raises TypeError, ConfigError."""
     known = EngineConfig.__dataclass_fields__
     if unknown := [name for name in options if name not in known]:
-        raise TypeError(f"{owner}() has no option {unknown[0]!r}; it knows {', '.join(known)}")
+        raise TypeError(f"{owner}(): {unknown_option(unknown[0], known)}; it knows {', '.join(known)}")
     return EngineConfig(model=model, **{"max_queue_len": 2**31, **options})
 
 
 def flag_of(f: dataclasses.Field) -> str:
     return "--" + f.name.replace("_", "-")
+
+
+def unknown_option(given: str, known: Iterable[str]) -> str:
+    """What to say of an option (a flag or a key) that is none of `known`: written the same way, with a suggestion."""
+    dashes, name = re.fullmatch(r"(-*)([^=]*).*", given, re.DOTALL).groups()  # type: ignore[union-attr] - matches all
+    plain = name.replace("-", "_")
+    plain = SHORT_FORMS.get(plain, plain) if dashes == "-" else plain
+    if plain in NOT_YET:
+        means = "" if plain == name.replace("-", "_") else f" (--{plain.replace('_', '-')})"
+        return f"{dashes}{name}{means} is not supported yet"
+    by_plain = {k.lstrip("-").replace("-", "_"): k for k in known if not re.fullmatch(r"-\w", k)}
+    close = difflib.get_close_matches(plain, by_plain, n=1)
+    if len(plain) == 1:  # no letter is an option of its own here
+        close = [k for k in by_plain if k.startswith(plain)]
+    hint = f": did you mean {' or '.join(by_plain[k] for k in close)}?" if close else ""
+    return f"unknown option {(dashes + name)!r}{hint}"
 
 
 def checked(f: dataclasses.Field, value: Any) -> Any:
@@ -276,12 +318,18 @@ def _number(f: dataclasses.Field, value: Any) -> Any:
         try:
             value = _parser_of(f)(value)
         except ConfigError as error:
-            raise ConfigError(f"{flag}: {error.message}", param=f.name) from None
+            raise ConfigError(f"{flag}: {error.message}{_leave_out(value)}", param=f.name) from None
         except ValueError:
-            raise ConfigError(f"{flag} must be {wanted}, got {value!r}", param=f.name) from None
+            raise ConfigError(f"{flag} must be {wanted}, got {value!r}{_leave_out(value)}", param=f.name) from None
     if whole and isinstance(value, float):
         raise ConfigError(f"{flag} must be {wanted}, got {value!r}", param=f.name)
     return value
+
+
+def _leave_out(value: Any) -> str:
+    """What to do instead, for who writes an option to say that he does not want it."""
+    asks_for_nothing = str(value).strip().lower() in ("", "none", "null", "default")
+    return "; leave the option out for its default" if asks_for_nothing else ""
 
 
 def _check_limits(f: dataclasses.Field, value: Any) -> None:
@@ -306,6 +354,13 @@ def _parser_of(f: dataclasses.Field) -> Any:
     return float if "float" in kinds else int if "int" in kinds else str
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Keeps the lines of the epilog, which is a table."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
 def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig], *, without: Collection[str] = ()) -> None:
     """Adds every option of `cls`, but those `without`, as a flag, by group, MODEL also as a positional, and --config.
 
@@ -328,6 +383,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type[EngineConfig], *, w
         default=argparse.SUPPRESS,
         help="YAML file with any of these options; flags win over it",
     )
+    parser.formatter_class, parser.epilog = _HelpFormatter, ENVIRONMENT
 
 
 def _argument(f: dataclasses.Field) -> dict[str, Any]:
@@ -370,7 +426,7 @@ def from_arguments(args: argparse.Namespace, cls: type[EngineConfig]) -> Any:
         given["model"] = given.pop("model_positional")
     values |= {k: v for k, v in given.items() if k in known}
     if "api_key" in known and not values.get("api_key"):
-        values["api_key"] = api_keys_from_environment()
+        values["api_key"] = _api_keys_of_the_server()
     return cls(**values)
 
 
@@ -380,14 +436,15 @@ def _read_yaml(path: Path, known: dict[str, dataclasses.Field]) -> dict[str, Any
     try:
         loaded = yaml.safe_load(path.read_text()) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {error}", param="config") from None
+        raise ConfigError(f"--config {path}{_why_not_yaml(error)}", param="config") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: must hold `option: value` lines", param="config")
     values = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"--config {path}: unknown option {key!r}", param="config")
+            written = [k.replace("_", "-") for k in known] if "-" in str(key) else known
+            raise ConfigError(f"--config {path}: {unknown_option(str(key), written)}", param="config")
         if name in values:
             raise ConfigError(f"--config {path}: option {key!r} is given twice", param="config")
         try:
@@ -395,6 +452,16 @@ def _read_yaml(path: Path, known: dict[str, dataclasses.Field]) -> dict[str, Any
         except ConfigError as error:
             raise ConfigError(f"--config {path}: {error.message}", param=name) from None
     return values
+
+
+def _why_not_yaml(error: Exception) -> str:
+    """What is wrong with a YAML file, and where, to stand behind its name."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if isinstance(error, OSError):
+        return f": {error.strerror}"
+    if mark and problem:
+        return f", line {mark.line + 1}, column {mark.column + 1}: {problem}"
+    return f" is not YAML: {' '.join(str(error).split())}"
 
 
 def options_markdown(cls: type[EngineConfig]) -> str:
@@ -412,7 +479,8 @@ def options_markdown(cls: type[EngineConfig]) -> str:
                 "|---|---|---|---|",
             ]
         default = "" if f.default in (None, dataclasses.MISSING) else f"`{f.default}`"
-        flag, value = f"`{flag_of(f)}`", f"`{_metavar(f)}`".replace("|", "\\|")
+        shown = f"{_metavar(f)} [{_metavar(f)} ...]" if f.metadata["many"] else _metavar(f)  # as argparse does
+        flag, value = f"`{flag_of(f)}`", f"`{shown}`".replace("|", "\\|")
         if f.type is bool:
             flag, value = f"{flag}, `--no-{flag_of(f)[2:]}`", ""
         lines.append(f"| {flag} | {value} | {default} | {f.metadata['doc']} |")
@@ -424,6 +492,14 @@ def api_keys_from_environment() -> list[str]:
     return [k.strip() for k in os.environ.get("JAXSERVE_API_KEY", "").split(",") if k.strip()]
 
 
+def _api_keys_of_the_server() -> list[str]:
+    """Raises ConfigError if JAXSERVE_API_KEY is set and holds no key: the server would be open, and nobody told."""
+    keys = api_keys_from_environment()
+    if not keys and "JAXSERVE_API_KEY" in os.environ:
+        raise ConfigError("JAXSERVE_API_KEY is set and holds no key: give one, or unset it", param="api_key")
+    return keys
+
+
 def client_api_key() -> str | None:
     """The key that our own clients (chat, complete, bench serve) send: JAXSERVE_API_KEY, or OPENAI_API_KEY."""
     return next(iter(api_keys_from_environment()), None) or os.environ.get("OPENAI_API_KEY") or None
@@ -432,6 +508,19 @@ def client_api_key() -> str | None:
 def cache_dir() -> Path:
     """Where compiled steps and the demo model are kept: JAXSERVE_CACHE_DIR, or ~/.cache/jaxserve."""
     return Path(os.environ.get("JAXSERVE_CACHE_DIR") or Path.home() / ".cache" / "jaxserve").expanduser()
+
+
+def make_cache_dir(name: str) -> Path:
+    """The folder `name` in the cache, which can be written to. Raises ConfigError if it cannot."""
+    path = cache_dir() / name
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(path, os.W_OK | os.X_OK) else "it is read-only"
+    except OSError as error:
+        reason = error.strerror
+    if reason:
+        raise ConfigError(f"the cache {path} cannot be written to ({reason}): set JAXSERVE_CACHE_DIR to another folder")
+    return path
 
 
 def hf_token() -> str | None:

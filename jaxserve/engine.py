@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.config import EngineConfig, cache_dir, set_memory_share
+from jaxserve.config import EngineConfig, cache_dir, make_cache_dir, set_memory_share
 from jaxserve.control import Command
 from jaxserve.controller import Controller
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError, JaxserveError, RequestError
@@ -54,6 +54,7 @@ class Engine:
         checkpoint = checkpoint or Checkpoint.open(config)
         choices = _resolve_choices(config, device.platform)
         model_config, _ = resolve(checkpoint.config)
+        _check_max_model_len(config.max_model_len, model_config.max_model_len)
         backend = resolve_backend(
             config.attention_backend,
             device.platform,
@@ -299,13 +300,21 @@ class Engine:
                 hidden = self._sums.pop(request.request_id, pooled[event.row])
                 delta.token_ids, delta.embedding = [], hidden.astype("<f4").tobytes()
         if event.finish_reason == "error":
-            why = self._broken or "the model gave logits that are not finite"
-            if not self._broken and seq.grammar is not None:
-                why = f"no token fits its grammar: {seq.grammar.problem or 'other options forbid those that do'}"
-            delta.error = EngineError(why).info()
+            delta.error = self._why(event).info()
         elif event.finish_reason == "timeout":
             delta.error = DeadlineExceeded(f"the request took longer than its limit of {self._timeout_s} s").info()
         return delta
+
+    def _why(self, event: Event) -> JaxserveError:
+        """What ended a sequence with "error"."""
+        grammar = event.seq.grammar
+        if self._broken:
+            return EngineError(self._broken)
+        if grammar is not None and (event.nothing_allowed or event.token is not None):
+            return EngineError(f"no token fits its grammar: {grammar.problem or 'other options forbid those that do'}")
+        if event.nothing_allowed:
+            return RequestError("no token is allowed: allowed_token_ids, bad_words and min_tokens forbid them all")
+        return EngineError("the model gave logits that are not finite")
 
     def _add_first_facts(self, delta: SequenceDelta, seq: Sequence) -> None:
         """What is known with the first token: cached tokens, time in the queue, the prompt's logprobs (once of n)."""
@@ -367,6 +376,14 @@ def _resolve_choices(config: EngineConfig, platform: str) -> dict[str, Any]:
     return {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
 
 
+def _check_max_model_len(wanted: int | str | None, longest: int) -> None:
+    """Raises ConfigError before any weights are loaded if the model was not made for so many tokens."""
+    if isinstance(wanted, int) and wanted > longest:
+        raise ConfigError(
+            f"--max-model-len must be at most the model's {longest} tokens, got {wanted}", param="max_model_len"
+        )
+
+
 def _start_jax(memory_share: float) -> Any:
     """The first device. Of a GPU's memory JAX takes `memory_share`, or a line of the log says that it does not."""
     import jax
@@ -384,8 +401,12 @@ def _use_compile_cache(jax: Any) -> None:
     """Compiled steps are kept on disk, the small ones too: a second start compiles nothing. A user's own wins."""
     from jaxserve import step_cache
 
+    try:
+        make_cache_dir("xla")
+    except ConfigError as error:
+        log.warning("%s; what this start compiles is not kept", error.message)
     step_cache.prune()
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_compilation_cache_dir or not (cache_dir() / "xla").is_dir():
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -39,8 +39,11 @@ class ErrorInfo:
 
     def exception(self) -> "JaxserveError":
         """The exception this was made from."""
-        cls = EngineAsleep if self.type == EngineAsleep.type else _BY_STATUS.get(self.code, EngineError)
+        by_status = _BY_STATUS.get(self.code, RequestError if 400 <= self.code < 500 else EngineError)
+        cls = EngineAsleep if self.type == EngineAsleep.type else by_status
         error = cls(self.message, param=self.param)
+        if 400 <= self.code < 500:
+            error.status = self.code  # of another server: 403, 408, ...
         error.retry_after_s = self.retry_after_s
         return error
 

@@ -36,6 +36,7 @@ from jaxserve.request import (
     check_limits,
     short,
 )
+from jaxserve.settings import token_ids, whole
 from jaxserve.tokenizer import Tokenizer, Vocabulary
 
 log = logging.getLogger(__name__)
@@ -76,12 +77,14 @@ class Frontend:
         self.info = info
         defaults = {name: value for name, value in (defaults or {}).items() if value is not None}
         self._defaults = {name: defaults[name] for name in DEFAULTS_FROM_MODEL if name in defaults}
-        self.default_max_tokens: int | None = defaults.get("max_new_tokens")  # of chats that name none
+        file = "the model's generation_config.json"
+        # Of chats that name none.
+        self.default_max_tokens = whole(defaults, "max_new_tokens", file=file) if "max_new_tokens" in defaults else None
+        eos = token_ids(defaults, "eos_token_id", file=file)
+        self.eos_ids = list(dict.fromkeys([*tokenizer.eos_token_ids, *eos]))
         if told := {**self._defaults, **({"max_new_tokens": limit} if (limit := self.default_max_tokens) else {})}:
             shown = ", ".join(f"{name}={value}" for name, value in told.items())
             log.info("defaults from the model's generation_config.json: %s (--generation-config none: without)", shown)
-        eos = defaults.get("eos_token_id", [])
-        self.eos_ids = list(dict.fromkeys([*tokenizer.eos_token_ids, *(eos if isinstance(eos, list) else [eos])]))
         try:
             self.default_params()
         except RequestError as error:
@@ -174,15 +177,17 @@ class Frontend:
             ends = self._fill_in_middle.stop_ids
         elif truncation and prompt:
             room = max(self.info.max_model_len - (params.max_tokens or 1), 1)
-            whole = self.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
-            prompt = truncation.cut(whole, room, self.tokenizer.bos_token_id if isinstance(prompt, str) else None)
+            ids = self.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+            prompt = truncation.cut(ids, room, self.tokenizer.bos_token_id if isinstance(prompt, str) else None)
+        stop_ids = self._stop_ids(params, ends)
+        self._check_something_remains(params, stop_ids, bad_words_ids)
         ids = self.prompt_ids(prompt, add_special_tokens=add_special_tokens, field=prompt_field)
         return Request(
             request_id=request_id,
             prompt_token_ids=ids,
             params=params,
             max_tokens=self._max_tokens(len(ids), params, max_tokens_field),
-            stop_ids=self._stop_ids(params, ends),
+            stop_ids=stop_ids,
             bad_words_ids=bad_words_ids,
             seed=params.seed,
             grammar=grammar,
@@ -223,7 +228,7 @@ class Frontend:
         if not prompt:
             raise RequestError(f"{field} may not be empty", param=field)
         if isinstance(prompt, str):
-            self._check_chars(prompt, field)
+            self.check_chars(prompt, field)
             ids = self.encode(prompt, add_special_tokens=add_special_tokens)
             if not ids:
                 raise RequestError(f"{field} has no tokens: {short(prompt)}", param=field)
@@ -260,7 +265,7 @@ class Frontend:
         """The most bytes of text that one token can stand for."""
         return max(len(self.tokenizer.token_bytes(i)) for i in range(self.tokenizer.vocab_size))
 
-    def _check_chars(self, text: str, field: str) -> None:
+    def check_chars(self, text: str, field: str) -> None:
         """Refuses text that cannot fit whatever its tokens, without the work of tokenising it."""
         limit = self.info.max_model_len
         if len(text) > 16 * limit and len(text) > limit * self._max_token_bytes:
@@ -305,6 +310,21 @@ class Frontend:
                 param="stop_token_ids",
             )
         return ids
+
+    @staticmethod
+    def _check_something_remains(params: SamplingParams, stop_ids: list[int], bad_words_ids: list[list[int]]) -> None:
+        """Raises RequestError if no token could ever be drawn."""
+        if params.allowed_token_ids is None:
+            return
+        forbidden = {ids[0] for ids in bad_words_ids if len(ids) == 1}
+        if params.min_tokens:
+            forbidden |= set(stop_ids)
+        if forbidden.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids leaves nothing: each of them is a bad word, or ends the output before min_tokens"
+                f" ({params.min_tokens}); got {short(params.allowed_token_ids)}",
+                param="allowed_token_ids",
+            )
 
     def _bad_word_ids(self, word: str) -> list[list[int]]:
         """The word's tokens at the beginning of a text and after a space."""

@@ -16,10 +16,12 @@ import numpy as np
 from gguf.quants import dequantize
 
 from jaxserve.errors import ConfigError
+from jaxserve.settings import real, token_ids, whole
 
 # GGUF architecture -> HF class. Mistral is "llama" in GGUF.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
+MAGIC = b"GGUF"
 _AS_STORED = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _DEQUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
@@ -38,16 +40,15 @@ class GGUFFile:
         try:
             self._reader = _Reader(path)
         except (OSError, ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
-            raise ConfigError(f"{path} cannot be read as a GGUF file: {error}") from None
+            raise ConfigError(f"{path} {_why_unreadable(path, error)}") from None
         self._tensors = {t.name: t for t in self._reader.tensors}
-        self.architecture: str = self.get("general.architecture", "")
+        self.architecture = str(self.get("general.architecture", ""))
         if self.architecture not in ARCHITECTURES:
             wrong, known = f"GGUF architecture {self.architecture!r}", ", ".join(ARCHITECTURES)
             raise ConfigError(f"{path.name}: {wrong} is not supported: only {known} are")
-        if self._own("expert_count", 0):
+        if self._whole("expert_count", 0, ge=0):
             raise ConfigError(f"{path.name}: mixture-of-experts models are not supported in GGUF")
-        if self.get("split.count", 0) > 1:
-            parts = self.get("split.count")
+        if (parts := whole({"split.count": self.get("split.count")}, "split.count", 0, ge=0, file=path.name)) > 1:
             raise ConfigError(f"{path.name} is one of {parts} parts: merge them with gguf-split --merge")
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -55,44 +56,50 @@ class GGUFFile:
         field = self._reader.fields.get(key)
         if field is None:
             return default
-        if field.types[:2] == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]:
-            return _strings(field.parts[-1].tobytes())
-        return field.contents()
+        try:
+            if field.types[:2] == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]:
+                return _strings(field.parts[-1].tobytes())
+            return field.contents()
+        except (ValueError, IndexError, struct.error) as error:
+            raise ConfigError(f"{self.path.name}: {key} cannot be read: {error}") from None
 
     def _own(self, key: str, default: Any = None) -> Any:
         """A metadata value under the architecture's prefix."""
         return self.get(f"{self.architecture}.{key}", default)
 
-    def _need(self, key: str) -> Any:
-        if (value := self._own(key)) is None:
-            raise ConfigError(f"{self.path.name} has no {self.architecture}.{key}")
-        return value
+    def _whole(self, key: str, default: int | None = None, *, ge: int = 1) -> int:
+        name = f"{self.architecture}.{key}"
+        return whole({name: self.get(name)}, name, default, ge=ge, file=self.path.name)
+
+    def _real(self, key: str, default: float | None = None, *, ge: float | None = None) -> float:
+        name = f"{self.architecture}.{key}"
+        return real({name: self.get(name)}, name, default, ge=ge, file=self.path.name)
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The metadata in the shape of HF's config.json."""
-        heads, hidden = self._need("attention.head_count"), self._need("embedding_length")
-        if isinstance(heads, list):
+        if isinstance(self._own("attention.head_count"), list):
             raise ConfigError(f"{self.path.name}: a head count per layer is not supported")
-        head_dim = self._own("attention.key_length") or hidden // heads
-        if self._own("rope.dimension_count", head_dim) != head_dim:
+        heads, hidden = self._whole("attention.head_count"), self._whole("embedding_length")
+        head_dim = self._whole("attention.key_length", hidden // heads)
+        if self._whole("rope.dimension_count", head_dim) != head_dim:
             raise ConfigError(f"{self.path.name}: rope over a part of the head is not supported")
         if "token_embd.weight" not in self._tensors:
             raise ConfigError(f"{self.path.name} has no tensor token_embd.weight")
-        window = self._own("attention.sliding_window")
+        window = self._own("attention.sliding_window") and self._whole("attention.sliding_window")
         name = ARCHITECTURES[self.architecture]
         return {
             "architectures": ["MistralForCausalLM" if name == "LlamaForCausalLM" and window else name],
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
             "hidden_size": hidden,
-            "intermediate_size": self._need("feed_forward_length"),
-            "num_hidden_layers": self._need("block_count"),
+            "intermediate_size": self._whole("feed_forward_length"),
+            "num_hidden_layers": self._whole("block_count"),
             "num_attention_heads": heads,
-            "num_key_value_heads": self._own("attention.head_count_kv", heads),
+            "num_key_value_heads": self._whole("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "max_position_embeddings": self._need("context_length"),
-            "rms_norm_eps": self._need("attention.layer_norm_rms_epsilon"),
-            "rope_theta": self._own("rope.freq_base", 10000.0),
+            "max_position_embeddings": self._whole("context_length"),
+            "rms_norm_eps": self._real("attention.layer_norm_rms_epsilon", ge=0),
+            "rope_theta": self._real("rope.freq_base", 10000.0),
             "rope_scaling": self._rope_scaling(),
             "sliding_window": window,
             "use_sliding_window": window is not None,
@@ -125,8 +132,9 @@ class GGUFFile:
         """Sampling defaults that the file recommends, and its end tokens, in the shape of generation_config.json."""
         names = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
         values = {hf: self.get(f"general.sampling.{name}") for hf, name in names.items()}
-        ends = [self.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-        values["eos_token_id"] = list(dict.fromkeys(e for e in ends if e is not None)) or None
+        ends = {key: self.get(key) for name in ("eos", "eot", "eom") if (key := f"tokenizer.ggml.{name}_token_id")}
+        ids = [i for key in ends for i in token_ids(ends, key, file=self.path.name)]
+        values["eos_token_id"] = list(dict.fromkeys(ids)) or None
         return {k: v for k, v in values.items() if v is not None}
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
@@ -166,6 +174,18 @@ class GGUFFile:
             known = ", ".join((*_AS_STORED, *_DEQUANTISED))
             raise ConfigError(f"{self.path.name}: {tensor.name} is {kind}, which is not supported: only {known} are")
         return dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+
+
+def _why_unreadable(path: Path, error: Exception) -> str:
+    """Says of a file that the reader gave up on what a user can do about it, and what the reader said."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot be read: {error.strerror}"
+    with path.open("rb") as file:
+        begins_well = file.read(len(MAGIC)) == MAGIC
+    if not begins_well:
+        return f"cannot be read as a GGUF file: it does not begin like one ({error})"
+    size_mb = path.stat().st_size / 1e6
+    return f"cannot be read as a GGUF file: it may be cut off ({size_mb:.1f} MB are there) or damaged ({error})"
 
 
 def undo_permute(weight: np.ndarray, heads: int) -> np.ndarray:

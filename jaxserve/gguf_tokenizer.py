@@ -42,12 +42,22 @@ _ADDS_BOS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "smaug-bpe", "pixtral
 
 
 def tokenizer_from_gguf(file: GGUFFile, *, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
-    """`eos_token_ids` are further ones. Raises ConfigError if the file's tokenizer is of a kind not supported."""
+    """`eos_token_ids` are further ones. Raises ConfigError if the file's tokenizer is broken or not supported."""
+    try:
+        return _tokenizer(file, eos_token_ids)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever broken metadata makes of it
+        message = f"{file.path.name} has no tokenizer that can be made: {type(error).__name__}: {error}"
+        raise ConfigError(message, param="tokenizer") from error
+
+
+def _tokenizer(file: GGUFFile, eos_token_ids: Sequence[int]) -> Tokenizer:
     kind = file.get("tokenizer.ggml.model")
-    tokens = file.get("tokenizer.ggml.tokens")
+    tokens = _list(file, "tokens", str)
     if not tokens or kind not in ("gpt2", "llama"):
         raise ConfigError(f"{file.path.name}: tokenizer {kind!r} is not supported: only gpt2 and llama are")
-    types = file.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    types = _list(file, "token_type", int, len(tokens)) or [_NORMAL] * len(tokens)
     backend = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens, types)
     backend.add_tokens([
         AddedToken(token, special=kind != _USER_DEFINED, normalized=False)
@@ -66,12 +76,27 @@ def tokenizer_from_gguf(file: GGUFFile, *, eos_token_ids: Sequence[int] = ()) ->
     )
 
 
+def _list(file: GGUFFile, name: str, kind: type, length: int | None = None) -> list[Any]:
+    """A list of the file's metadata, of items of a `kind`, empty if there is none."""
+    value = file.get(f"tokenizer.ggml.{name}", [])
+    if not isinstance(value, list) or not set(map(type, value)) <= {kind}:
+        raise ConfigError(f"{file.path.name}: tokenizer.ggml.{name} must be a list of {kind.__name__}")
+    if value and length not in (None, len(value)):
+        raise ConfigError(f"{file.path.name}: tokenizer.ggml.{name} has {len(value)} entries for {length} tokens")
+    return value
+
+
+def _merges(file: GGUFFile) -> list[Any]:
+    """Pairs of tokens; in a broken file something else, which the backend refuses."""
+    return [tuple(merge.split(" ", 1)) for merge in _list(file, "merges", str)]
+
+
 def _byte_level(file: GGUFFile, tokens: list[str]) -> Backend:
     """Byte-level BPE, the kind of GPT-2."""
     pre = file.get("tokenizer.ggml.pre", "default")
     if pre not in _CUTS:
         raise ConfigError(f"{file.path.name}: pre-tokenizer {pre!r} is not supported: only {', '.join(_CUTS)} are")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
+    merges = _merges(file)
     vocab = {token: i for i, token in enumerate(tokens)}
     backend = Backend(models.BPE(vocab, merges, ignore_merges=_CUTS[pre] in _WHOLE_WORDS_FIRST))
     backend.pre_tokenizer = _cut(_CUTS[pre], prefix=bool(file.get("tokenizer.ggml.add_space_prefix", False)))
@@ -94,11 +119,11 @@ def _cut(cut: str, prefix: bool) -> Any:
 def _sentencepiece(file: GGUFFile, tokens: list[str], types: list[int]) -> Backend:
     """SentencePiece BPE with byte fallback, the kind of Llama 2: every chunk of text begins with a space."""
     vocab = {token: i for i, token in enumerate(tokens)}
-    merges = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges", [])]
+    merges = _merges(file)
     if not merges:
-        scores = file.get("tokenizer.ggml.scores")
+        scores = _list(file, "scores", float, len(tokens))
         if not scores:
-            raise ConfigError(f"{file.path.name} has neither merges nor scores of its tokens")
+            raise ConfigError(f"{file.path.name}: the tokenizer has neither merges nor scores of its tokens")
         merges = merges_from_scores(vocab, scores, types)
     unknown = file.get("tokenizer.ggml.unknown_token_id", 0)
     backend = Backend(models.BPE(vocab, merges, unk_token=tokens[unknown], fuse_unk=True, byte_fallback=True))

@@ -1,11 +1,15 @@
 """How jaxserve logs: one line per fact, to stderr, with units."""
 
 import logging
+import sys
+
+CLEAR_LINE = "\r\x1b[K"
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Shows jaxserve's own log lines; other libraries only warn."""
+    """Shows jaxserve's own log lines; other libraries only warn. At a terminal a line replaces a progress bar."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    clear = CLEAR_LINE if sys.stderr.isatty() else ""
+    handler.setFormatter(logging.Formatter(clear + "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("jaxserve").setLevel(level)

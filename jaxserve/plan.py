@@ -70,3 +70,4 @@ class Event(NamedTuple):
     stop_reason: int | None  # the stop id that ended it; None for EOS
     row: int  # of the committed plan, where logprobs are found; -1: it ended outside of commit
     forced: Seq[int] = ()  # tokens after it that the grammar left no choice about
+    nothing_allowed: bool = False  # of an "error": the request itself forbids every token

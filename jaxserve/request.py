@@ -27,6 +27,8 @@ MAX_STOP_STRINGS = 4
 MAX_CHOICES = 10_000  # of structured_outputs.choice
 STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 MAX_STOP_CHARS = 4096  # of one stop string
+MAX_BAD_WORD_CHARS = 1024  # of one bad word, before it is known how many tokens that is
+NOT_FINITE, NOTHING_ALLOWED = -1, -2  # drawn in place of a token id: by a broken model, by a request that forbids all
 GREEDY_BELOW = 1e-5  # temperatures under this mean argmax
 
 
@@ -119,7 +121,10 @@ class SamplingParams:
         None, "the only token ids that may be generated", min_items=1, items={"ge": 0}, token_ids=True
     )
     bad_words: list[str] | None = knob(
-        None, "strings that may not be generated", max_items=MAX_BAD_WORDS, items={"min_length": 1}
+        None,
+        "strings that may not be generated",
+        max_items=MAX_BAD_WORDS,
+        items={"min_length": 1, "max_length": MAX_BAD_WORD_CHARS},
     )
     seed: int | None = knob(None, "same seed, same text; None or -1: drawn by the engine", ge=-1, le=2**63 - 1)
     stop: list[str] | str | None = knob(
@@ -195,6 +200,16 @@ _COMPARISONS = (
     ("lt", "less than", operator.lt),
 )
 
+KINDS = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "a list",
+    dict: "an object",
+}
+"""Types as error messages name them."""
+
 
 def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
     """Raises RequestError unless `value` has the annotated type and lies within the limits, as knob() declares them."""
@@ -209,7 +224,7 @@ def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
         or any(t not in (bool, int, float) and isinstance(value, t) for t in types)
     )
     if not fits:
-        wanted = " or ".join(t.__name__ for t in types if t is not type(None))
+        wanted = " or ".join(KINDS[t] for t in types if t is not type(None))
         raise RequestError(f"{name} must be {wanted}, got {short(value)}", param=name)
     if isinstance(value, (int, float)):
         if float in types and not _is_finite(value):
@@ -257,7 +272,7 @@ def _check_items(name: str, value: list, annotation: Any, limits: Any) -> None:
         return
     for i, v in enumerate(value):
         if not isinstance(v, item) or isinstance(v, bool):
-            raise RequestError(f"{name}[{i}] must be {item.__name__}, got {short(v)}", param=name)
+            raise RequestError(f"{name}[{i}] must be {KINDS[item]}, got {short(v)}", param=name)
         if limits:
             (_check_text if item is str else _check_number)(name, f"{name}[{i}]", v, limits)
 

@@ -23,8 +23,7 @@ from tqdm import tqdm
 
 from jaxserve import step_cache
 from jaxserve.batch import Packer
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.config import EngineConfig, cache_dir
 from jaxserve.models.loading import LoadedModel
 from jaxserve.paging.kv_cache import GiB, PoolSize, size_pool
 from jaxserve.pallas_kernels.ops import Backend
@@ -149,11 +148,6 @@ class Runner:
 
     def _size_pool(self, config: EngineConfig) -> PoolSize:
         wanted = self._model.max_model_len if config.max_model_len is None else config.max_model_len
-        if isinstance(wanted, int) and wanted > self._model.max_model_len:
-            raise ConfigError(
-                f"--max-model-len must be at most the model's {self._model.max_model_len} tokens, got {wanted}",
-                param="max_model_len",
-            )
         return size_pool(
             config.kv_cache_memory_bytes or self._free_bytes(),
             page_size=self._page_size,
@@ -232,6 +226,7 @@ class Runner:
         kinds = (Kind.FORWARD,) if self._only_forward else (Kind.PLAIN, Kind.FORWARD)
         keys: list[Key] = [(kind, b) for b in self._buckets for kind in kinds]
         keys += [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self._buckets})]
+        log.info("compiling %d programs: about a minute the first time, then kept in %s", len(keys), cache_dir())
         threading.stack_size(COMPILE_STACK_BYTES)
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             futures = [(key, pool.submit(self._compile, key, self._lower(key, *self._sizes))) for key in keys]

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from jaxserve.request import GREEDY_BELOW, MAX_LOGPROBS
+from jaxserve.request import GREEDY_BELOW, MAX_LOGPROBS, NOT_FINITE, NOTHING_ALLOWED
 from jaxserve.sampling_inputs import (
     ALLOWED,
     BAD_WORDS,
@@ -63,7 +63,7 @@ IN_PROMPT = 1 << 30  # bit of a token count: the prompt has it; the bits below c
 
 
 class Sampled(NamedTuple):
-    token: Int32[Array, " S"]  # -1: the logits held NaN, or nothing was allowed
+    token: Int32[Array, " S"]  # or NOT_FINITE, NOTHING_ALLOWED
     logprob: Float32[Array, " S"]
     rank: Int32[Array, " S"]
     top_ids: Int32[Array, "S MAX_LOGPROBS"]
@@ -90,7 +90,8 @@ def sample(
     else:
         token = draw_plain(x, rows)
     broken = jnp.isnan(jnp.sum(logits, axis=-1))  # not max: on CPU it loses NaN
-    token = jnp.where(broken | (_at(x, token) == -jnp.inf), -1, token)
+    nothing = jnp.where(rows.flags & EDITS != 0, NOTHING_ALLOWED, NOT_FINITE)
+    token = jnp.where(broken, NOT_FINITE, jnp.where(_at(x, token) == -jnp.inf, nothing, token))
     if not features:
         return Sampled(token, *_no_logprobs(token.shape[0]))
     return Sampled(

@@ -19,7 +19,7 @@ from jaxserve.paging.page_pool import PagePool
 from jaxserve.paging.page_table import PageTableWrites
 from jaxserve.paging.prefix_cache import PrefixCache, extend_hashes
 from jaxserve.plan import Event, Plan, Rows
-from jaxserve.request import EngineStats, Request
+from jaxserve.request import NOT_FINITE, NOTHING_ALLOWED, EngineStats, Request
 from jaxserve.scheduler_check import check_scheduler
 from jaxserve.sequence import Sequence, Status, check_servable, make_sequences
 from jaxserve.shapes import ceil_div
@@ -28,6 +28,7 @@ from jaxserve.waiting_queue import WaitingQueue
 __all__ = ["Event", "Plan", "Rows", "Scheduler", "Sequence", "Status"]
 
 UNREGISTERABLE = 1 << 60  # `Sequence.registered` of one whose KV the prefix cache must not learn
+SAMPLES_PER_PLACE = 16  # sequences that may wait, per request that may
 WATERMARK = 100  # one page in so many is left by admission to those that already run, so that they need not preempt
 
 
@@ -38,7 +39,7 @@ class Scheduler:
     max_num_seqs        slots: sequences that run together, and so decode rows of one step, at most
     max_prefill_tokens  tokens in the prefill region of one step (decode rows do not count)
     max_prefill_rows    chunks in the prefill region of one step
-    max_queue_len       requests that wait; a further one is refused
+    max_queue_len       requests that wait; a further one is refused, also while 16 times as many sequences wait
     policy              "fcfs", or "priority": lowest Request.priority first, then earliest arrival
     checks              tests: run check() after every call
     """
@@ -83,7 +84,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------ requests in and out
 
     def add(self, request: Request, grammar: GrammarState | None = None) -> list[Sequence]:
-        """Accepts a request: its n sequences wait, each with a copy of `grammar`.
+        """Accepts a request: its n sequences wait; each that is admitted gets a copy of `grammar`.
 
         Raises QueueFull, or RequestError if it can never be served.
         """
@@ -95,6 +96,9 @@ class Scheduler:
             raise QueueFull(
                 f"the waiting queue is full: {self._unstarted} requests wait (max_queue_len {self.max_queue_len})"
             )
+        waiting, most = self._alive - len(self.running) - len(self._draining), self.max_queue_len * SAMPLES_PER_PLACE
+        if waiting >= most:
+            raise QueueFull(f"the waiting queue is full: {waiting} sequences wait (max_queue_len allows {most})")
         self._serial += 1
         seqs = make_sequences(request, self._serial, self.policy, self.max_model_len, grammar)
         self.requests[request.request_id] = seqs
@@ -414,6 +418,8 @@ class Scheduler:
 
     def _note_first_admission(self, seq: Sequence) -> None:
         seq.started = True
+        # Shared until now, with its siblings and with whoever has the same grammar: who waits takes no memory.
+        seq.token_ids, seq.grammar = seq.token_ids.copy(), seq.grammar and seq.grammar.copy()
         seq.cached = seq.computed if not seq.siblings[0].forkable else seq.siblings[0].cached
         if seq.index == 0:
             self._unstarted -= 1
@@ -425,8 +431,9 @@ class Scheduler:
     # -------------------------------------------------------------------------------------------------------- commit
 
     def commit(self, plan: Plan, sampled: np.ndarray | list[int]) -> list[Event]:
-        """Takes the ids that a step drew, i32[rows] (of rows that do not sample: anything; -1: logits were not finite).
+        """Takes the ids that a step drew, i32[rows] (of rows that do not sample: anything).
 
+        NOT_FINITE and NOTHING_ALLOWED end a row with "error"; after the first the cache forgets its pages.
         Steps are committed in the order in which they were planned, each once.
         """
         if not self.in_flight or self.in_flight[0] is not plan:
@@ -457,11 +464,11 @@ class Scheduler:
         """Appends a drawn token, and ends the sequence if that was its last."""
         seq.pending -= 1
         if token < 0:
-            if self.cache is not None:
+            if self.cache is not None and token == NOT_FINITE:  # its pages may be what is broken
                 self.cache.forget(seq.hashes)
                 seq.registered = UNREGISTERABLE
             self._finish(seq, "error")
-            return Event(seq, None, "error", None, row)
+            return Event(seq, None, "error", None, row, nothing_allowed=token == NOTHING_ALLOWED)
         forced = []
         if self._append(seq, token) and seq.grammar is not None:
             forced = self._jump(seq, seq.grammar)

@@ -35,7 +35,7 @@ class Sequence:
     index: int  # which of n
     serial: int  # which request, in order of arrival at the scheduler
     key: tuple  # order in the waiting queue, lowest first
-    token_ids: list[int]
+    token_ids: list[int]  # until it is first admitted the request's own list, shared by all n
     prompt_len: int
     limit: int  # num_tokens at which it ends with "length"
     stop_ids: frozenset[int]
@@ -99,18 +99,18 @@ def make_sequences(
     request: Request, serial: int, policy: str, max_model_len: int, grammar: GrammarState | None = None
 ) -> list[Sequence]:
     """The n sequences of a request. Those after the first are parked until that one has computed the prompt."""
-    prompt_len = len(request.prompt_token_ids)
+    prompt_len, stop_ids = len(request.prompt_token_ids), frozenset(request.stop_ids)
     seqs = [
         Sequence(
             request=request,
             index=index,
             serial=serial,
             key=(serial, index) if policy == "fcfs" else (request.priority, request.arrival_s, serial, index),
-            token_ids=list(request.prompt_token_ids),
+            token_ids=request.prompt_token_ids,
             prompt_len=prompt_len,
             limit=min(prompt_len + request.max_tokens, max_model_len),
-            stop_ids=frozenset(request.stop_ids),
-            grammar=grammar and grammar.copy(),
+            stop_ids=stop_ids,
+            grammar=grammar,
             score_prompt=index == 0 and request.params.prompt_logprobs is not None,
         )
         for index in range(request.params.n)

@@ -6,14 +6,15 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ServeConfig
 from jaxserve.engine_process import EngineProcess, start_engine
-from jaxserve.errors import ConfigError
 from jaxserve.frontend import Frontend
+from jaxserve.http.app import cannot_listen
 from jaxserve.http.app import serve as serve_http
 from jaxserve.logs import setup_logging
 
@@ -86,6 +87,7 @@ def _on_signals(handler: Callable[[int], object]) -> None:
 
 def _die_of(number: int) -> None:
     """Ends this process as the signal would have: at once, where an exit would wait for a thread that downloads."""
+    print(file=sys.stderr)  # the engine's progress bar may stand on this line
     log.info("interrupted while starting")
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -110,4 +112,4 @@ def _check_port(config: ServeConfig) -> None:
         try:
             probe.bind((config.host, config.port))
         except OSError as error:
-            raise ConfigError(f"--host {config.host} --port {config.port}: {error.strerror}", param="port") from None
+            raise cannot_listen(config, error) from None

@@ -43,7 +43,7 @@ class Forward(NamedTuple):
 class Drawn(NamedTuple):
     """What a step draws, still on the device. Float columns travel as the bits of int32."""
 
-    tokens: Int32[Array, " S"]  # ids; -1: the logits were not finite, or nothing was allowed
+    tokens: Int32[Array, " S"]  # ids, or NOT_FINITE, NOTHING_ALLOWED
     logprobs: Int32[Array, "S C"] | None  # logprob, rank, top ids, top logprobs
 
 

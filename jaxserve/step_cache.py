@@ -19,8 +19,10 @@ from typing import Any
 
 import jax
 from jax import export
+from jax._src.compilation_cache import decompress_executable  # what no public name does
 
-from jaxserve.config import cache_dir
+from jaxserve.config import cache_dir, make_cache_dir
+from jaxserve.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +51,38 @@ def _jitted(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
 
 
 def prune() -> None:
-    """Deletes traced and compiled steps that nobody has used for KEEP_S."""
+    """Deletes steps that nobody has used for KEEP_S, and compiled ones that are damaged."""
+    _drop_damaged(cache_dir() / "xla")
     oldest = time.time() - KEEP_S
     for path in (*(cache_dir() / "steps").rglob("*"), *(cache_dir() / "xla").rglob("*")):
         with contextlib.suppress(OSError):  # another process may do the same, or the cache be read-only
             facts = path.stat()
             if path.is_file() and max(facts.st_mtime, facts.st_atime) < oldest:
                 path.unlink()
+
+
+def _drop_damaged(folder: Path) -> None:
+    """Deletes compiled steps that cannot be unpacked: of a full disk, say. JAX would keep them, and compile each time.
+
+    Looks at those written since the last call.
+    """
+    marker, begun = folder / "checked", folder / "checking"
+    checked = marker.stat().st_mtime if marker.exists() else 0.0
+    with contextlib.suppress(OSError):
+        begun.touch()
+    for path in folder.glob("*-cache"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < checked:
+                continue
+            try:
+                decompress_executable(path.read_bytes())
+            except OSError:
+                continue
+            except Exception as error:  # of whichever package has compressed it
+                log.warning("%s is damaged (%s): compiling that step again", path, error)
+                path.unlink()
+    with contextlib.suppress(OSError):
+        os.replace(begun, marker)  # which keeps the time
 
 
 def _key(name: str, shapes: list[Any]) -> str:
@@ -87,7 +114,7 @@ def _read(path: Path) -> export.Exported | None:
         with contextlib.suppress(OSError):
             os.utime(path)  # used: prune() lets it be
         return export.deserialize(data)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # a damaged file must not keep the server from starting
         log.warning("%s cannot be read (%s): tracing that step again", path, error)
@@ -97,7 +124,10 @@ def _read(path: Path) -> export.Exported | None:
 def _write(path: Path, data: bytes) -> None:
     """Whole or not at all: another process may read it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_cache_dir("steps")
+    except ConfigError:
+        return  # which the engine says once, when it starts
+    try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             (Path(folder) / path.name).write_bytes(data)
             os.replace(Path(folder) / path.name, path)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxserve.errors import RequestError
-from jaxserve.request import STRUCTURED_KINDS, StructuredOutputsParams, check_limits, short
+from jaxserve.request import KINDS, STRUCTURED_KINDS, StructuredOutputsParams, check_limits, short
 
 # Between the tokens of JSON: nothing, a space, or a line break with its indentation. Without an end to it, small models
 # write white space until max_tokens.
@@ -69,7 +69,7 @@ def _schema_of(given: Any) -> dict:
         raise RequestError(f"{place} must be an object with name and schema", param=place)
     for name, kind in (("name", str), ("description", str), ("strict", bool), ("schema", dict)):
         if given.get(name) is not None and not isinstance(given[name], kind):
-            raise RequestError(f"{place}.{name} must be {kind.__name__}", param=f"{place}.{name}")
+            raise RequestError(f"{place}.{name} must be {KINDS[kind]}", param=f"{place}.{name}")
     if extra := [n for n in given if n not in ("name", "description", "strict", "schema")]:
         raise RequestError(f"unknown field {short(extra[0])} in {place}", param=place)
     for name in ("name", "schema"):

@@ -15,6 +15,7 @@ import tokenizers
 
 from jaxserve.chat_template import ChatTemplate
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.request import short
 
 ByteMap = dict[str, int]
 
@@ -91,11 +92,12 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; special tokens written out in it count as themselves."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: plain encode() keeps the GIL, for seconds if the text is long.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids outside the vocabulary add nothing."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]  # without the GIL, too
 
     def added_token_id(self, text: str) -> int | None:
         """The id of an added token (special or not), such as a mark of the chat format."""
@@ -132,11 +134,16 @@ class Tokenizer:
         return self._templates.get("default")
 
     def with_chat_template(self, template: str) -> "Tokenizer":
-        """The same tokenizer with another default template."""
-        ChatTemplate(template)  # a bad one is an error now, not at the first request
+        """The same tokenizer with another default template. Raises ConfigError if it is bad."""
         clone = copy.copy(self)
         clone._templates, clone._compiled = {"default": template}, {}
+        clone.compile_templates()
         return clone
+
+    def compile_templates(self) -> None:
+        """Raises ConfigError for a bad template now, and not at the first chat."""
+        for template in self._templates.values():
+            self.template(template)
 
     def apply_chat_template(
         self,
@@ -193,10 +200,12 @@ def _uses(decoder: Any, kind: str) -> bool:
 def _named_templates(templates: str | Mapping[str, str] | None) -> dict[str, str]:
     if isinstance(templates, str):
         return {"default": templates}
-    named = dict(templates or {})
+    named = {} if templates is None else templates
+    if not isinstance(named, Mapping) or not all(isinstance(each, str) for each in (*named, *named.values())):
+        raise ConfigError(f"the model's chat template must be text, got {short(templates)}", param="chat_template")
     if named and "default" not in named:
         log.info("the model has chat templates %s and no default one", ", ".join(named))
-    return named
+    return dict(named)
 
 
 def _not_about_pytorch(record: logging.LogRecord) -> bool:

@@ -5,7 +5,6 @@ import collections
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from typing import IO, NoReturn
 
 QUESTION = "What is the capital of France, and what is it known for?"
 MAX_TOKENS = 80
+DEFAULT_PORT = 8000
 READY_TIMEOUT_S = 900  # a cold start compiles every step; a GPU's first one downloads nothing but takes minutes
 POLL_S = 0.2
 STOP_GRACE_S = 15
@@ -25,12 +25,13 @@ TAIL_LINES = 40
 
 
 class Server:
-    """`jaxserve serve` as a child. Its log is shown until `show_log` is cleared, and its end is kept."""
+    """`jaxserve serve` as a child. Its log is shown while `show_log` is set, and its end is kept."""
 
     def __init__(self, port: int):
         self.url = f"http://127.0.0.1:{port}"
         self.show_log = threading.Event()
         self.show_log.set()
+        self.only_problems = False  # of the log, once the server is ready
         self.tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(port)]
         # A process group of its own: Ctrl-C reaches this script alone, which then stops the server in order.
@@ -42,21 +43,23 @@ class Server:
         self._reader.start()
 
     def _read(self, output: IO[bytes]) -> None:
-        """Shows lines as they come; progress bars, which end in a carriage return, only at a terminal."""
-        pending = b""
+        """Shows lines as they come; a line that is still growing, such as a progress bar, only at a terminal."""
+        line = b""
         while block := os.read(output.fileno(), 1 << 16):
-            *parts, pending = re.split(rb"(\r|\n)", pending + block)
-            for text, end in zip(parts[::2], parts[1::2]):
-                self._show(text.decode(errors="replace"), end.decode())
-        self._show(pending.decode(errors="replace"), "\n")
+            *whole, line = (line + block).split(b"\n")
+            for each in whole:
+                self._show(_newest(each), "\n")
+            if sys.stderr.isatty():
+                self._show(_newest(line), "")
+        self._show(_newest(line), "\n")
 
     def _show(self, text: str, end: str) -> None:
         if not text.strip():
             return
         if end == "\n":
             self.tail.append(text)
-        if self.show_log.is_set() and (end == "\n" or sys.stderr.isatty()):
-            print(f"\r  | {text}" if sys.stderr.isatty() else f"  | {text}", end=end, file=sys.stderr, flush=True)
+        if self.show_log.is_set() and not (self.only_problems and " INFO " in text):
+            print(f"\r  | {text}\x1b[K" if sys.stderr.isatty() else f"  | {text}", end=end, file=sys.stderr, flush=True)
 
     def wait_until_ready(self) -> None:
         """Returns when /health answers 200. Exits with the log's end if the server dies or takes too long."""
@@ -78,11 +81,11 @@ class Server:
             print("\n".join(("The end of its log:", *self.tail)), file=sys.stderr)
         sys.exit(f"scripts/quickstart: {reason}; its log is above")
 
-    def stop(self) -> None:
-        """SIGTERM, then SIGKILL for the whole group if that is not enough."""
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """The signal, then SIGKILL for the whole group if that is not enough."""
         if self.process.poll() is not None:
             return
-        self.process.terminate()
+        self.process.send_signal(number)
         try:
             self.process.wait(STOP_GRACE_S)
         except subprocess.TimeoutExpired:
@@ -90,12 +93,28 @@ class Server:
             self.process.wait()
 
 
-def free_port(wanted: int = 8000) -> int:
+def _newest(line: bytes) -> str:
+    """What a terminal shows of a line: a progress bar writes its states one over the other."""
+    states = [state for state in line.decode(errors="replace").split("\r") if state.strip()]
+    return states[-1] if states else ""
+
+
+def choose_port(named: int | None) -> int:
+    """The port that was named, which must be free; else 8000, or another one, and says so."""
+    port = free_port(DEFAULT_PORT if named is None else named)
+    if named and port != named:
+        sys.exit(f"scripts/quickstart: port {named} is in use, or not ours to take: name another one with --port")
+    if named is None and port != DEFAULT_PORT:
+        print(f"Port {DEFAULT_PORT} is in use: taking {port} (--port names one)", file=sys.stderr)
+    return port
+
+
+def free_port(wanted: int) -> int:
     """`wanted` if nobody listens there, else any free port."""
     for port in (wanted, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, OverflowError):
                 probe.bind(("127.0.0.1", port))
                 return probe.getsockname()[1]
     sys.exit("scripts/quickstart: no free port")
@@ -155,11 +174,13 @@ def interrupt(*_: object) -> NoReturn:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="scripts/quickstart")
     parser.add_argument("--check", action="store_true", help="stop after the answer")
+    parser.add_argument("--port", metavar="N", type=int, help="(default: 8000, or a free one)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, interrupt)
+    port = choose_port(args.port)
     get_demo_model()
     started_s = time.monotonic()
-    server = Server(free_port())
+    server = Server(port)
     try:
         server.wait_until_ready()
         print(f"Ready after {time.monotonic() - started_s:.1f} s", file=sys.stderr)
@@ -170,12 +191,14 @@ def main() -> int:
         if args.check:
             return 0
         show_next_steps(server.url, model)
-        print("Ctrl-C stops the server.", flush=True)
+        print("Ctrl-C stops the server. Until then only warnings and errors of its log are shown.", flush=True)
+        server.only_problems = True
         server.show_log.set()
         server.process.wait()
         server.fail(f"the server ended with code {server.process.returncode}")
     except KeyboardInterrupt:
         print("\nStopping.", file=sys.stderr)
+        server.stop(signal.SIGINT)  # at once, where SIGTERM waits for open answers
         return 130 if args.check else 0
     finally:
         server.stop()

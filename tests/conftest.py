@@ -56,6 +56,7 @@ class StandIn:
     url: str = ""
     delay_s: float = 0.0  # before each word
     fail: Callable[[dict[str, Any]], int | None] = lambda body: None  # body -> HTTP status of a refusal
+    refuse_models: tuple[int, Any] | None = None  # status and body of GET /v1/models
     break_after: int | None = None  # words after which an error event is sent
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -73,6 +74,9 @@ class StandIn:
         return app
 
     async def _models(self, _: web.Request) -> web.Response:
+        if self.refuse_models:
+            status, body = self.refuse_models
+            return web.json_response(body, status=status)
         return web.json_response({"object": "list", "data": [{"id": "stand-in", "object": "model"}]})
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -235,7 +235,7 @@ async def test_a_start_that_fails_says_why_to_all(tmp_path):
     for result in await asyncio.gather(llm.check_health(), llm.get_tokenizer(), return_exceptions=True):
         assert isinstance(result, ConfigError) and "nothing" in str(result)
     await llm.shutdown()
-    with pytest.raises(TypeError, match="AsyncLLM.*no option 'blocksize'"):
+    with pytest.raises(TypeError, match="AsyncLLM.*unknown option 'blocksize'"):
         AsyncLLM("demo", blocksize=16)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxserve import cli, metrics
-from jaxserve.bench import datasets, latency, offline, report, server_metrics, throughput
+from jaxserve.bench import datasets, latency, offline, report, serve, server_metrics, throughput
 from jaxserve.bench.datasets import RandomLengths, random_samples
 from jaxserve.bench.load import arrival_times_s
 from jaxserve.bench.report import RequestTiming
@@ -322,6 +322,29 @@ def test_a_broken_stream_is_a_failure(stand_in, tmp_path: Path):
     assert cli.main(argv) == 1
 
 
+def test_without_a_success_there_is_an_error_and_no_table(stand_in, tmp_path: Path, capsys):
+    stand_in.fail = lambda body: 400
+    save = ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    assert cli.main([*BASE, "--base-url", stand_in.url, "--num-prompts", "3", *save]) == 1
+    out, err = capsys.readouterr()
+    assert err == "jaxserve: error: 3 of 3 requests failed: refused by the stand-in\n"
+    assert "Throughput" not in out and "Benchmark" not in out
+    assert json.loads((tmp_path / "r.json").read_text())["failed"] == 3
+
+
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        (["", ""], ""),
+        (["a", ""], "1 of 2 requests failed: a"),
+        (["a", "b", "b"], "3 of 3 requests failed: b (and 1 other error)"),
+        (["a", "b", "b", "c", ""], "4 of 5 requests failed: b (and 2 other errors)"),
+    ],
+)
+def test_failures_are_told_by_the_most_common(errors: list[str], said: str):
+    assert serve._failures([RequestTiming(0.0, error=error) for error in errors]) == said
+
+
 def test_a_failed_warm_up_ends_the_run(stand_in, capsys):
     stand_in.fail = lambda body: 400
     assert cli.main([*BASE, "--base-url", stand_in.url, "--num-prompts", "2", "--num-warmups", "1"]) == 1
@@ -337,9 +360,24 @@ def test_requests_start_at_their_time(stand_in, tmp_path: Path):
 
 
 def test_a_server_that_never_comes(capsys):
-    argv = [*BASE, "--port", "9", "--ready-check-timeout-sec", "0"]
+    argv = [*BASE, "--port", "9", "--ready-check-timeout-sec", "1.1"]
     assert cli.main(argv) == 1
-    assert "cannot reach http://127.0.0.1:9/v1/models" in capsys.readouterr().err
+    waiting, error = capsys.readouterr().err.splitlines()
+    assert waiting.startswith("waiting for the server, at most 1.1 s: cannot reach http://127.0.0.1:9/v1/models")
+    assert error.startswith("jaxserve: error: cannot reach http://127.0.0.1:9/v1/models")
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 429])
+def test_a_server_that_refuses_is_not_waited_for(status: int, stand_in, capsys):
+    stand_in.refuse_models = status, {"error": {"message": "not you"}}
+    assert cli.main([*BASE, "--base-url", stand_in.url]) == 1
+    err = capsys.readouterr().err
+    assert "not you" in err and "waiting" not in err and err.count("\n") == 1
+
+
+def test_a_base_url_with_v1_gets_a_hint(stand_in, capsys):
+    assert cli.main([*BASE, "--base-url", f"{stand_in.url}/v1"]) == 1
+    assert f"this URL goes without /v1: try {stand_in.url}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

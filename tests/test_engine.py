@@ -293,6 +293,18 @@ def test_extreme_values_never_end_the_engine(params):
     assert deltas["b", 0][-1].finish_reason == "length"
 
 
+def test_a_request_that_forbids_every_token_is_told_so_and_flushes_nothing():
+    engine = Engine(config_of("llama"), checks=True)
+    prompt = list(range(5, 5 + 2 * engine.info.page_size + 3))
+    run(engine, [request("a", prompt, 1)])
+    contradictory = request("b", prompt, 4, allowed_token_ids=[9])
+    contradictory.bad_words_ids = [[9, 9]]  # the first 9 may come
+    first, last = run(engine, [contradictory])["b", 0]
+    assert first.token_ids == [9] and last.finish_reason == "error"
+    assert last.error.code == 400 and "no token is allowed" in last.error.message
+    assert run(engine, [request("c", prompt, 1)])["c", 0][0].cached_tokens == 2 * engine.info.page_size
+
+
 def test_a_failed_step_ends_all_requests_and_the_engine_takes_no_more():
     engine = Engine(config_of("llama"), checks=True)
     engine.submit(request("a", [5, 6, 7], 4))

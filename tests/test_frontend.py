@@ -1,5 +1,7 @@
 """Prompts and params become Requests, deltas become outputs: as the offline API and the server both use them."""
 
+import math
+
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -74,6 +76,15 @@ def test_max_tokens_none_fills_the_context(frontend):
         ([5], {"allowed_token_ids": [9999]}, "allowed_token_ids", ["9999"]),
         ([5], {"stop": ["x" * 5000]}, "stop", ["4096", "5000"]),
         ([5], {"bad_words": ["x" * 17]}, "bad_words", ["17 tokens", "16"]),
+        ([5], {"bad_words": ["a", "x" * 5000]}, "bad_words", ["bad_words[1]", "1024 characters", "5000"]),
+        ([5], {"allowed_token_ids": [1], "min_tokens": 3}, "allowed_token_ids", ["min_tokens (3)", "[1]"]),
+        (
+            [5],
+            {"allowed_token_ids": [9, 1], "stop_token_ids": [9], "min_tokens": 4},
+            "allowed_token_ids",
+            ["min_tokens (4)", "[9, 1]"],
+        ),
+        ([5], {"allowed_token_ids": [VOCAB.index("b")], "bad_words": ["b"]}, "allowed_token_ids", ["bad word"]),
     ],
 )
 def test_refusals_name_field_limit_and_value(frontend, prompt, params, param, words):
@@ -81,6 +92,20 @@ def test_refusals_name_field_limit_and_value(frontend, prompt, params, param, wo
         frontend.make_request("r", prompt, SamplingParams(**params))
     assert caught.value.param == param
     assert all(word in caught.value.message for word in (*words, param))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"allowed_token_ids": [1]},  # it may end at once
+        {"allowed_token_ids": [1], "min_tokens": 3, "ignore_eos": True},
+        {"allowed_token_ids": [1, 9], "min_tokens": 3},
+        {"allowed_token_ids": [VOCAB.index("b"), 9], "bad_words": ["b"]},
+        {"allowed_token_ids": [VOCAB.index("b")], "bad_words": ["bb"]},  # once it may
+    ],
+)
+def test_narrow_choices_that_leave_something_are_taken(frontend, params):
+    frontend.make_request("r", [5], SamplingParams(**params))
 
 
 def test_bad_words_keep_their_inner_spaces(frontend):
@@ -98,7 +123,15 @@ def test_defaults_of_the_model(tokenizer):
     assert make_frontend(tokenizer, eos_token_id=5).eos_ids == [1, 5]
 
 
-@pytest.mark.parametrize("defaults", [{"temperature": -1}, {"top_p": "x"}, {"eos_token_id": list(range(9))}])
+BAD_DEFAULTS = [
+    *({"eos_token_id": bad} for bad in ("x", -5, 1.5, math.nan, True, 10**30, {}, [None], ["x"])),
+    *({"max_new_tokens": bad} for bad in ("x", 0, -1, 1.5, 10**30, math.nan, True, [])),
+]
+
+
+@pytest.mark.parametrize(
+    "defaults", [{"temperature": -1}, {"top_p": "x"}, {"eos_token_id": list(range(9))}, *BAD_DEFAULTS]
+)
 def test_bad_defaults_are_a_start_up_error(tokenizer, defaults):
     with pytest.raises(ConfigError):
         make_frontend(tokenizer, **defaults)

@@ -1,6 +1,7 @@
 """GGUF files: the checkpoint that was converted comes back, every quantisation, and what is refused."""
 
 import json
+import math
 from pathlib import Path
 
 import gguf
@@ -13,7 +14,9 @@ from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.gguf_file import GGUFFile, undo_permute
+from jaxserve.gguf_tokenizer import tokenizer_from_gguf
 from jaxserve.models.registry import resolve
+from jaxserve.tokenizer import Tokenizer
 
 GOLDENS = Path(__file__).parent / "goldens"
 NAMES = {
@@ -238,7 +241,8 @@ def test_broken_files_are_config_errors(tmp_path):
         whole[:-8],
     ):
         path.write_bytes(broken)
-        with pytest.raises(ConfigError, match="cannot be read as a GGUF file"):
+        reason = "it may be cut off .* or damaged" if broken[:4] == b"GGUF" else "it does not begin like one"
+        with pytest.raises(ConfigError, match=f"cannot be read as a GGUF file: {reason}"):
             GGUFFile(path)
 
 
@@ -259,6 +263,64 @@ def test_files_of_unsupported_kinds(tmp_path, arch, extra, message):
     finish(writer)
     with pytest.raises(ConfigError, match=message):
         _ = GGUFFile(tmp_path / "m.gguf").config
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("llama.embedding_length", "576"), ("llama.embedding_length", 0), ("llama.block_count", True),
+        ("llama.attention.head_count", 0), ("llama.attention.head_count", "x"), ("llama.attention.head_count_kv", 0),
+        ("llama.attention.key_length", 0), ("llama.context_length", 0), ("llama.rope.freq_base", 0.0),
+        ("llama.attention.layer_norm_rms_epsilon", math.nan), ("llama.expert_count", "x"), ("split.count", "x"),
+        ("llama.attention.sliding_window", "x"), ("llama.rope.dimension_count", "x"),
+        ("tokenizer.ggml.eos_token_id", "x"), ("tokenizer.ggml.eot_token_id", -1),
+    ],
+)  # fmt: skip
+def test_metadata_that_cannot_be_meant_is_refused_by_its_key(tmp_path, key, value):
+    writer = writer_of(tmp_path / "m.gguf", "llama", TINY)
+    writer.kv_data[0].pop(key, None)
+    kinds = {bool: writer.add_bool, int: writer.add_int32, float: writer.add_float32, str: writer.add_string}
+    kinds[type(value)](key, value)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 256), np.float32))
+    finish(writer)
+    with pytest.raises(ConfigError, match=key):
+        file = GGUFFile(tmp_path / "m.gguf")
+        _ = file.config, file.generation_config
+
+
+def tokenizer_of(path: Path, **metadata) -> Tokenizer:
+    """The tokenizer of a file whose metadata is right but for what is given."""
+    writer = writer_of(path, "llama", TINY)
+    right = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"], "merges": ["a b"], "bos_token_id": 0}
+    for name, value in (right | metadata).items():
+        add = {int: writer.add_int32, str: writer.add_string, list: writer.add_array, bytes: writer.add_string}
+        add[type(value)](f"tokenizer.ggml.{name}", value)
+    writer.add_tensor("token_embd.weight", np.zeros((2, 256), np.float32))
+    finish(writer)
+    return tokenizer_from_gguf(GGUFFile(path))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"merges": ["a c"]}, {"merges": ["ab"]}, {"merges": [1, 2]}, {"merges": 7}, {"tokens": [1, 2, 3]},
+        {"tokens": "abc"}, {"tokens": 7}, {"bos_token_id": 3}, {"bos_token_id": "a"}, {"token_type": [1, 1]},
+        {"token_type": "abc"}, {"model": "llama", "merges": [], "scores": [1.0]}, {"model": "llama", "merges": []},
+        {"pre": 7}, {"model": 7}, {"model": "llama", "unknown_token_id": 9},
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_cannot_be_made_is_a_config_error(tmp_path, metadata):
+    with pytest.raises(ConfigError, match="tokenizer"):
+        tokenizer_of(tmp_path / "m.gguf", **metadata)
+
+
+def test_text_that_is_not_utf8_is_a_config_error(tmp_path):
+    assert tokenizer_of(tmp_path / "m.gguf").vocab_size == 3
+    whole = (tmp_path / "m.gguf").read_bytes()
+    for text in (b"a b", b"gpt-2"):  # in a list, and alone
+        (tmp_path / "n.gguf").write_bytes(whole.replace(text, b"\xff" * len(text)))
+        with pytest.raises(ConfigError, match="tokenizer.ggml.* cannot be read"):
+            tokenizer_from_gguf(GGUFFile(tmp_path / "n.gguf"))
 
 
 def test_unknown_tensors_keep_their_names(tmp_path):

@@ -31,6 +31,7 @@ FLOORS: dict[str, int] = {
     "request": 1,
     "structured": 1,
     "sampling_inputs": 1,
+    "settings": 1,
     "state": 1,
     "tokenizer": 1,
     "beam_search": 2,
@@ -94,6 +95,7 @@ WITHOUT_JAX = (
     "structured",
     "scheduler",
     "serve",
+    "settings",
     "tokenizer",
 )
 

@@ -195,5 +195,5 @@ def test_an_llm_that_slept_says_the_same(llm):
 
 
 def test_unknown_options_are_named():
-    with pytest.raises(TypeError, match="no option 'blocksize'"):
+    with pytest.raises(TypeError, match="unknown option 'blocksize'"):
         LLM("demo", blocksize=16)

@@ -3,12 +3,14 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 NOTEBOOKS = Path(__file__).parent.parent / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
@@ -28,6 +30,29 @@ def test_nothing_of_a_run_is_stored(path: Path):
         if cell["cell_type"] == "code":
             assert not cell["outputs"] and cell["execution_count"] is None
     assert len({cell["id"] for cell in cells(path)}) == len(cells(path))
+
+
+@pytest.mark.parametrize(
+    "repo", ["..", "dist/jaxserve-0.1.0-py3-none-any.whl", "git+https://github.com/someone/jaxserve"]
+)
+def test_a_notebook_installs_from_a_clone_a_wheel_or_a_repository(repo: str, tmp_path: Path, monkeypatch):
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "dist" / "jaxserve-0.1.0-py3-none-any.whl").touch()
+    monkeypatch.chdir(tmp_path)
+    (install,) = [c for c in cells(NOTEBOOKS / "quickstart.ipynb") if "install" in c["metadata"].get("tags", [])]
+    *code, pip = "".join(install["source"]).split("\n")
+    values = {"REPO": repo}
+    exec("\n".join(code), values)
+    requirement = Requirement(re.search(r'"(.*)"', pip)[1].format(**values))  # type: ignore[index]
+    assert requirement.name == "jaxserve" and "quickstart" in requirement.extras
+    assert requirement.url == (repo if "://" in repo else (tmp_path / repo).resolve().as_uri())
+
+
+def test_a_notebook_in_a_clone_finds_it():
+    (parameters,) = [c for c in cells(NOTEBOOKS / "quickstart.ipynb") if "parameters" in c["metadata"].get("tags", [])]
+    values: dict[str, str] = {}
+    exec("".join(parameters["source"]), values)
+    assert (NOTEBOOKS / values["REPO"] / "pyproject.toml").is_file()
 
 
 @pytest.mark.slow

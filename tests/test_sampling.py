@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve import sampling
 from jaxserve.errors import RequestError
-from jaxserve.request import MAX_LOGPROBS, Request, SamplingParams
+from jaxserve.request import MAX_LOGPROBS, NOTHING_ALLOWED, Request, SamplingParams
 from jaxserve.sampling import (
     ALLOWED,
     BAD_WORDS,
@@ -475,12 +475,12 @@ def test_nan_hidden_by_a_mask_is_still_found():
     assert greedy_token(logits, make_request([1], allowed_token_ids=[7, 8], temperature=0.0), []) == -1
 
 
-def test_masks_that_leave_nothing_give_minus_one():
+def test_masks_that_leave_nothing_are_told_from_a_broken_model():
     logits = random_logits(17, 1)[0]
     for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 3}, {"top_p": 0.5}):
         request = make_request([1], allowed_token_ids=[7, 8], bad_words_ids=[[7], [8]], logprobs=1, **params)
         out = one_request(logits, request, [])
-        assert np.all(out.token == -1)
+        assert np.all(out.token == NOTHING_ALLOWED)
         assert not out.rank.any()
 
 

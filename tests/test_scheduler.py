@@ -5,6 +5,7 @@ import pytest
 
 from jaxserve.errors import QueueFull, RequestError
 from jaxserve.plan import Plan
+from jaxserve.request import NOTHING_ALLOWED
 from jaxserve.scheduler import Status
 from tests.scheduler_sim import EOS, Loop, draw, expected_output, make_request, make_scheduler
 
@@ -186,6 +187,21 @@ def test_logits_that_are_not_finite_end_one_sequence_and_poison_no_cache(depth: 
     assert seq.cached == 0
 
 
+def test_a_request_that_forbids_all_tokens_ends_and_the_pages_it_shares_stay():
+    loop = Loop(make_scheduler())
+    (first,) = loop.scheduler.add(make_request("first", LONG, max_tokens=1))
+    loop.run()
+    loop.scheduler.add(make_request("none", LONG, max_tokens=4))
+    planned(loop)
+    for _, ids in loop.in_flight:
+        ids[0] = NOTHING_ALLOWED
+    loop.run()
+    assert loop.ends["none", 0].finish_reason == "error" and loop.ends["none", 0].nothing_allowed
+    (seq,) = loop.scheduler.add(make_request("again", LONG))
+    loop.run()
+    assert seq.cached == 16
+
+
 def test_row_numbers_of_events_count_decode_rows_first():
     loop = Loop(make_scheduler())
     loop.scheduler.add(make_request("a", [1, 2], stop_ids=[], max_tokens=9))
@@ -253,6 +269,32 @@ def test_a_full_queue_refuses_at_once_and_takes_again_later():
     with pytest.raises(QueueFull, match=r"2 requests wait \(max_queue_len 2\)"):
         loop.scheduler.add(make_request("refused", [1, 2]))
     loop.scheduler.cancel("waits0")
+    loop.scheduler.add(make_request("taken", [1, 2]))
+    loop.run()
+
+
+def test_who_waits_shares_the_prompt_and_who_runs_has_his_own():
+    """The tokens of a request are in memory once, whatever n is, until its sequences are admitted."""
+    loop = Loop(make_scheduler(max_num_seqs=2))
+    request = make_request("a", LONG, n=128, stop_ids=[], max_tokens=3)
+    seqs = loop.scheduler.add(request)
+    assert len({id(seq.token_ids) for seq in seqs}) == 1
+    for _ in range(4):
+        loop.step()
+    started = [seq for seq in seqs if seq.started]
+    assert 1 < len(started) < 6
+    assert len({id(seq.token_ids) for seq in started}) == len(started)
+    assert all(seq.token_ids is request.prompt_token_ids for seq in seqs if not seq.started)
+    loop.run()
+    assert request.prompt_token_ids == LONG
+
+
+def test_samples_that_wait_fill_the_queue_too():
+    loop = Loop(make_scheduler(max_num_seqs=1, max_queue_len=3))
+    loop.scheduler.add(make_request("large", [1, 2], n=128))  # an empty queue takes it
+    with pytest.raises(QueueFull, match=r"128 sequences wait \(max_queue_len allows 48\)"):
+        loop.scheduler.add(make_request("refused", [1, 2]))
+    loop.scheduler.cancel("large")
     loop.scheduler.add(make_request("taken", [1, 2]))
     loop.run()
 

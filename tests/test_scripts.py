@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -142,9 +143,17 @@ def test_a_failed_installation_is_tried_again(path: Path):
         assert done.returncode == 1 and "the installation failed" in done.stderr
 
 
-def test_the_quickstart_takes_check_or_nothing():
-    done = subprocess.run([SCRIPTS / "quickstart", "--chekc"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "usage: scripts/quickstart [--check]" in done.stderr
+@pytest.mark.parametrize("argv", [["--chekc"], ["--port"], ["--port", "x"], ["--port=80"], ["8000"]], ids=" ".join)
+def test_the_quickstart_refuses_what_it_does_not_know_before_it_installs(argv: list[str]):
+    done = subprocess.run([SCRIPTS / "quickstart", *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "usage: scripts/quickstart [--check] [--port N]" in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_quickstart_has_help(flag: str):
+    done = subprocess.run([SCRIPTS / "quickstart", "--check", flag], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr
+    assert all(word in done.stdout for word in ("--check", "--port N", "JAXSERVE_EXTRA"))
 
 
 @pytest.mark.parametrize("script", ["common.sh", "quickstart", "test", "lint", "make_options_page", "../.ci/run"])
@@ -216,6 +225,24 @@ def test_a_taken_port_is_not_chosen(quickstart: ModuleType):
     assert quickstart.free_port(port) == port
 
 
+def test_another_port_than_8000_is_told_and_a_named_one_is_taken_or_refused(
+    quickstart: ModuleType, monkeypatch, capsys
+):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(quickstart, "DEFAULT_PORT", port)
+        other = quickstart.choose_port(None)
+        assert other != port and f"Port {port} is in use: taking {other}" in capsys.readouterr().err
+        with pytest.raises(SystemExit, match=f"port {port} is in use.*--port"):
+            quickstart.choose_port(port)
+    assert quickstart.choose_port(port) == quickstart.choose_port(None) == port
+    with pytest.raises(SystemExit, match="port 70000"):
+        quickstart.choose_port(70000)
+    assert capsys.readouterr().err == ""
+
+
 def serving(quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str):
     """A quickstart Server whose `python -m jaxserve serve --port N` is the given shell code."""
     monkeypatch.setattr(quickstart.sys, "executable", str(executable(tmp_path / "python", text)))
@@ -243,6 +270,28 @@ def test_progress_bars_are_left_out_of_a_log_that_is_no_terminal(quickstart, mon
     with pytest.raises(SystemExit):
         server.wait_until_ready()
     assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("  |")] == ["  | 100%", "  | done"]
+
+
+def test_a_progress_bar_is_shown_at_a_terminal_as_soon_as_it_moves(quickstart, monkeypatch, tmp_path: Path, capfd):
+    monkeypatch.setattr(quickstart.sys.stderr, "isatty", lambda: True)
+    server = serving(quickstart, monkeypatch, tmp_path, r"printf '\r1%%\r50%%'; exec sleep 600")
+    err = ""
+    while "50%" not in err:
+        assert server.process.poll() is None
+        err += capfd.readouterr().err
+        time.sleep(0.01)
+    server.stop()
+
+
+def test_of_a_ready_servers_log_only_problems_are_shown(quickstart, monkeypatch, tmp_path: Path, capfd):
+    text = "sleep 0.2; echo '1 INFO jaxserve: prompt 5 tokens/s'; echo '1 WARNING jaxserve: hot'; exit 7"
+    server = serving(quickstart, monkeypatch, tmp_path, text)
+    server.only_problems = True
+    with pytest.raises(SystemExit):
+        server.wait_until_ready()
+    assert [line for line in capfd.readouterr().err.splitlines() if line.startswith("  |")] == [
+        "  | 1 WARNING jaxserve: hot"
+    ]
 
 
 def test_the_server_is_stopped(quickstart: ModuleType, monkeypatch, tmp_path: Path):

@@ -327,8 +327,14 @@ async def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.S
     async with starting(tmp_path) as server:
         await server.wait_until(lambda: bool(server.children()) and when in server.log())
         children = server.children()
+        if when:
+            await server.wait_until(lambda: "compiling " in server.log())
+            assert re.search(r"compiling \d+ programs: about a minute the first time, then kept in /", server.log())
         os.killpg(server.process.pid, number)
         await assert_quiet_end(server, -number, children)
+        assert re.search(
+            r"^\d\d:\d\d:\d\d INFO jaxserve.serve: interrupted while starting$", server.log(), re.MULTILINE
+        )
 
 
 async def test_many_signals_end_it_as_one_does(tmp_path: Path):
@@ -357,14 +363,18 @@ async def test_a_signal_during_a_download_that_hangs(tmp_path: Path, number, mod
     ("options", "words"),
     [
         (("--max-model-len", "100000"), "--max-model-len must be at most the model's 256 tokens, got 100000"),
+        (("--port", "TAKEN"), "the port is in use; choose another with --port, or --port 0 for any free one"),
         (("--kv-cache-memory-bytes", "64k"), "longest that fits is"),
         (("--page-size", "64", "--attention-backend", "mosaic_gpu"), "mosaic_gpu cannot run"),
     ],
 )
 async def test_what_cannot_be_honoured_is_said_in_one_line(tmp_path: Path, options, words):
-    with pytest.raises(AssertionError, match="not ready"):
-        async with serving(tmp_path, *options):
-            pass
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(AssertionError, match="not ready"):
+            async with serving(tmp_path, *(port if option == "TAKEN" else option for option in options)):
+                pass
     lines = (tmp_path / "log").read_text().splitlines()
     assert words in lines[-1]
+    assert "--kv-cache-memory-bytes" in options or "weights" not in "".join(lines)  # it is said before they are loaded
     assert not any("Traceback" in line for line in lines)

@@ -45,6 +45,7 @@ def test_what_no_start_uses_for_a_month_is_deleted(cache: Path):
     lower("used")
     step_cache.prune()
     left = sorted(str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file())
+    left.remove("xla/checked")
     assert left == sorted([f"steps/{used.name}", "xla/new", "models/old"])
 
 
@@ -62,6 +63,39 @@ def test_pruning_nothing_and_what_may_not_be_deleted(cache: Path, monkeypatch: p
     assert path.exists()
 
 
+def test_a_damaged_program_is_compiled_again_and_kept(cache: Path):
+    """JAX never writes over a file that is there, however little of it came onto a full disk."""
+
+    def start() -> None:
+        code = "from jaxserve.engine import _start_jax; _start_jax(0.9); import jax; jax.jit(lambda x: x * 2 + 1)(3.0)"
+        subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+    env = {**os.environ, "JAXSERVE_CACHE_DIR": str(cache)}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    start()
+    programs = {path: path.read_bytes() for path in (cache / "xla").glob("*-cache")}
+    assert programs
+    for i, (path, whole) in enumerate(programs.items()):
+        path.write_bytes(whole[: len(whole) * (i % 2) // 2])
+    start()
+    assert all(abs(len(path.read_bytes()) - len(whole)) < 64 for path, whole in programs.items())
+    sizes = {path: path.stat().st_mtime_ns for path in programs}
+    step_cache.prune()  # what is whole stays
+    assert {path: path.stat().st_mtime_ns for path in programs} == sizes
+
+
+def test_only_what_is_new_is_looked_at(cache: Path):
+    (cache / "xla").mkdir()
+    step_cache.prune()
+    old, new = cache / "xla" / "old-cache", cache / "xla" / "new-cache"
+    old.touch()
+    new.touch()
+    then = time.time() - 3600
+    os.utime(old, (then, then))
+    step_cache.prune()
+    assert (old.exists(), new.exists()) == (True, False)
+
+
 @pytest.mark.parametrize("mine", ["", "mine"])
 def test_a_cache_of_the_users_own_is_the_one_that_is_used(tmp_path: Path, mine: str):
     code = "from jaxserve.engine import _start_jax; _start_jax(0.9); import jax; jax.jit(lambda x: x * 2 + 1)(3.0)"
@@ -75,3 +109,19 @@ def test_a_cache_of_the_users_own_is_the_one_that_is_used(tmp_path: Path, mine: 
     subprocess.run([sys.executable, "-c", code], check=True, env={**env, **options})
     assert any((tmp_path / "mine").rglob("*-cache")) == bool(mine)
     assert any((tmp_path / "ours").rglob("*-cache")) != bool(mine)
+
+
+def test_a_cache_that_cannot_be_written_is_told_once(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    code = (
+        "from jaxserve.logs import setup_logging; setup_logging()\n"
+        "from jaxserve.engine import _start_jax; _start_jax(0.9)\n"
+        "import jax; from jaxserve import step_cache\n"
+        "shape = [jax.ShapeDtypeStruct((2,), 'float32')]\n"
+        "for name in 'ab': step_cache.lower(lambda x: [x + 1], shape, donated=range(0), name=name).compile()\n"
+    )
+    env = {**os.environ, "JAXSERVE_CACHE_DIR": str(tmp_path / "file" / "cache")}
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)
+    done = subprocess.run([sys.executable, "-c", code], check=True, env=env, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert "cannot be written to" in line and "JAXSERVE_CACHE_DIR" in line and "is not kept" in line

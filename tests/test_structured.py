@@ -46,8 +46,8 @@ TAG = {
         ({"json_object": False}, "json_object may only be true"),
         ({"choice": []}, "choice may not be empty"),
         ({"choice": ["a", ""]}, r"choice\[1\] may not be an empty string"),
-        ({"choice": [1]}, r"choice\[0\] must be str"),
-        ({"regex": 5}, "regex must be str, got 5"),
+        ({"choice": [1]}, r"choice\[0\] must be a string"),
+        ({"regex": 5}, "regex must be a string, got 5"),
         ({"regex": ""}, "regex is bad: it is empty"),
         ({"regex": "a\0"}, "regex is bad: it contains a NUL"),
         ({"regex": "("}, "regex is bad: .*unclosed group"),
@@ -184,7 +184,7 @@ def llm(tmp_path_factory) -> LLM:
     (folder / "config.json").write_text(json.dumps(config))
     return LLM(
         str(folder), load_format="dummy", tokenizer=str(GGUF), max_num_seqs=6, max_num_batched_tokens=40,
-        kv_cache_memory_bytes=24 * 4128, page_size=16, max_model_len=256,
+        kv_cache_memory_bytes=18 * 4128, page_size=16, max_model_len=256,
     )  # fmt: skip
 
 

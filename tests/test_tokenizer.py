@@ -1,6 +1,8 @@
 """Token ids against the reference tokenizers, exact bytes of tokens, chat templates."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,29 @@ def test_bytes_of_any_id(name):
     assert tokenizer.token_bytes(-1) == b""
     assert tokenizer.token_bytes(10**9) == b""
     assert {tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)} >= {bytes([b]) for b in range(0x80, 0xC0)}
+
+
+@pytest.mark.parametrize("work", ["encode", "decode"])
+def test_other_threads_run_while_a_long_text_is_worked_on(work):
+    tokenizer = gguf_tokenizer("smollm")
+    text = "hello world, this is text. " * 20_000
+    ids = tokenizer.encode(text)
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.is_set():
+            ticks.append(time.monotonic())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    begun = time.monotonic()
+    tokenizer.encode(text) if work == "encode" else tokenizer.decode(ids * 5)
+    ended = time.monotonic()
+    done.set()
+    thread.join()
+    assert sum(begun < t < ended for t in ticks) > 10
 
 
 def test_special_tokens_are_skipped_or_shown():

@@ -224,7 +224,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--dataset-path {path}: {error}") from None
+        raise ConfigError(f"--dataset-path {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def load_codec(model: str, tokenizer: str | None) -> Any:

@@ -1,6 +1,7 @@
 """Puts load on a server: when each request starts, how many run at once, and what each one took."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
@@ -135,12 +136,18 @@ async def run_load(
 
 
 async def wait_until_ready(client: ApiClient, timeout_s: float) -> dict[str, Any]:
-    """Asks for the models until the server answers; returns the first. Raises the last error after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
+    """Asks for the models until the server answers; returns the first. Says once on stderr what it waits for.
+
+    Raises what the server refuses (4xx) at once, and the last error after `timeout_s`.
+    """
+    deadline_s, said = time.monotonic() + timeout_s, ""
     while True:
         try:
             return (await client.models("/v1/models"))[0]
         except JaxserveError as error:
-            if error.status in (401, 403) or time.monotonic() + READY_POLL_S > deadline_s:
+            if 400 <= error.status < 500 or time.monotonic() + READY_POLL_S > deadline_s:
                 raise
+            if error.message != said:
+                print(f"waiting for the server, at most {timeout_s:g} s: {error.message}", file=sys.stderr, flush=True)
+                said = error.message
         await asyncio.sleep(READY_POLL_S)

@@ -179,7 +179,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(data) + "\n")
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error}") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 
 def timestamp() -> str:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,12 +176,25 @@ async def _bench(args: argparse.Namespace, options: Options) -> int:
         timings, duration_s, metrics=options.metrics, percentiles=options.percentiles, goodput=options.goodput
     )
     numbers |= server.numbers()
-    print(report.table(_rows(args, numbers), numbers, options.metrics))
-    if errors := {t.error for t in timings if t.error}:
-        print(f"first of {len(errors)} different error(s): {sorted(errors)[0]}")
     if args.save_result or args.save_detailed:
         _save(args, model, base_url, numbers, timings)
-    return 0 if numbers["completed"] else 1
+    failures = _failures(timings)
+    if failures and not numbers["completed"]:
+        raise JaxserveError(failures)  # instead of a table of zeros
+    print(report.table(_rows(args, numbers), numbers, options.metrics))
+    if failures:
+        print(failures)
+    return 0
+
+
+def _failures(timings: Sequence[report.RequestTiming]) -> str:
+    """How many requests failed, and of what most of them; empty if none did."""
+    errors = Counter(t.error for t in timings if t.error)
+    if not errors:
+        return ""
+    (error, _), *others = errors.most_common()
+    more = f" (and {len(others)} other error{'s' * (len(others) > 1)})" if others else ""
+    return f"{errors.total()} of {len(timings)} requests failed: {error}{more}"
 
 
 def _samples(args: argparse.Namespace, model: str, served: dict[str, Any]) -> list[Sample]:

@@ -108,23 +108,32 @@ async def _listen(runner: web.AppRunner, config: ServeConfig) -> asyncio.Server:
     try:
         return await loop.create_server(connection, config.host, config.port, backlog=BACKLOG)
     except OSError as error:
-        where, reason = f"{config.host}:{config.port}", error.strerror or error
-        if error.errno == errno.EADDRINUSE:
-            reason = "the port is in use; choose another with --port, or 0 for any free one"
-        raise ConfigError(f"cannot listen on {where}: {reason}", param="port") from None
+        raise cannot_listen(config, error) from None
+
+
+def cannot_listen(config: ServeConfig, error: OSError) -> ConfigError:
+    """The error of an address that cannot be bound, with what to do about it."""
+    reason = error.strerror or str(error)
+    if error.errno == errno.EADDRINUSE:
+        reason = "the port is in use; choose another with --port, or --port 0 for any free one"
+    return ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}", param="port")
 
 
 async def _finish(server: Server, grace_s: float, hurry: asyncio.Event) -> None:
     """Waits for the running calls, then ends what is left at the engine: its answer says "abort"."""
-    if server.calls:
-        log.info("finishing %d running calls, for at most %g s", len(server.calls), grace_s)
+    if server.calls and not hurry.is_set():
+        log.info("finishing %s, for at most %g s; Ctrl-C ends this now", _requests(len(server.calls)), grace_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
             while server.calls and not hurry.is_set():
                 await asyncio.sleep(0.02)
     if left := [request_id for call in server.calls for request_id in call.request_ids]:
-        log.warning("cancelling %d requests that did not finish in time", len(left))
+        log.warning("cancelling %s", _requests(len(left)))
         await asyncio.gather(*map(server.client.cancel, left), return_exceptions=True)
+
+
+def _requests(count: int) -> str:
+    return f"{count} running request{'s' * (count != 1)}"
 
 
 def _url(host: str, port: int) -> str:

@@ -21,7 +21,7 @@ def auth_middleware(keys: Sequence[str]):
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
-            scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+            scheme, given = (*request.headers.get("Authorization", "").split(None, 1), "", "")[:2]
             key = given.strip().encode("utf-8", "surrogateescape")
             matches = [hmac.compare_digest(key, each) for each in expected]
             if scheme.lower() != "bearer" or not any(matches):

@@ -31,7 +31,7 @@ from jaxserve.http.replies import (
 from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import ChatBody
 from jaxserve.http.sse import event
-from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.parsers import MessageDelta, ToolCallDelta
 from jaxserve.request import Request, SamplingParams
 from jaxserve.structured import compile_grammar
@@ -45,7 +45,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     params = make_params(server, body, sampling)
     call_id = request[CALL_ID] = f"chatcmpl-{uuid.uuid4().hex}"
     makes_grammar = params.structured_outputs or body.tools  # which takes time to check
-    size = LONG_TEXT_CHARS if makes_grammar else request.content_length or 0
+    size = LONG_TEXT_CHARS if makes_grammar else request[BODY_BYTES]
     field = _max_tokens_field(body)
     made = await off_loop(size, _make_request, server, call_id, body, params, field, arrival_s)
     text = server.frontend.text(made.request, shown_ids=made.conversation.shown_ids)

@@ -22,7 +22,7 @@ from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
 from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import COMPLETION_MAX_TOKENS, CompletionBody
 from jaxserve.http.sse import event
-from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.request import Request, SamplingParams
 
 
@@ -36,9 +36,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     prompts = body.prompts()
     call_id = request[CALL_ID] = f"cmpl-{uuid.uuid4().hex}"
     field = "max_tokens" if body.max_tokens is not None else None
-    size_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    size_chars += LONG_TEXT_CHARS if params.structured_outputs else 0  # a grammar takes time to check
-    requests = await off_loop(size_chars, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
+    size = LONG_TEXT_CHARS if params.structured_outputs else request[BODY_BYTES]  # a grammar takes time to check
+    requests = await off_loop(size, _make_requests, server, call_id, body, params, prompts, field, arrival_s)
     texts = [server.frontend.text(each) for each in requests]
     echoed = prompts if body.truncate_prompt_tokens is None else [each.prompt_token_ids for each in requests]
     answer = CompletionAnswer(server, call_id, body, texts, echoed, score_only, sampling)

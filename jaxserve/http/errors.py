@@ -1,6 +1,7 @@
 """The one error body of every route: what went wrong becomes {"error": {message, type, param, code}}."""
 
 import asyncio
+import difflib
 import logging
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -54,11 +55,21 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return error_response(describe(error))
 
 
+def _other_route(request: web.Request) -> str:
+    """Where a client may have wanted to go."""
+    paths = {resource.canonical for resource in request.app.router.resources()}
+    close = [f"/v1{request.path}"] if f"/v1{request.path}" in paths else []
+    close = close or difflib.get_close_matches(request.path[:100], paths, n=1, cutoff=0.8)
+    if close:
+        return f"did you mean {close[0]}?"
+    return "GET /v1/models names the model" + (", /docs lists the routes" if "/docs" in paths else "")
+
+
 def http_error(request: web.BaseRequest, error: web.HTTPException) -> ErrorInfo:
     """aiohttp's own refusals (routing, body size) in our words."""
     place = f"{request.method} {short(request.path)}"
-    if isinstance(error, web.HTTPNotFound):
-        return NotFound(f"{place}: there is no such route").info()
+    if isinstance(error, web.HTTPNotFound) and isinstance(request, web.Request):
+        return NotFound(f"{place}: there is no such route; {_other_route(request)}").info()
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowed(f"{place}: use {' or '.join(sorted(error.allowed_methods))}").info()
     if isinstance(error, web.HTTPRequestEntityTooLarge):

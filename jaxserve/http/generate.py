@@ -169,9 +169,9 @@ class Generation:
             self._metrics.count_finished(shown.finish_reason)
 
 
-async def off_loop[T](size_chars: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`function(*args)`, in a thread if the text it works on is long."""
-    if size_chars < LONG_TEXT_CHARS:
+async def off_loop[T](size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """`function(*args)`, in a thread if what it works on is large: characters, or bytes of a body."""
+    if size < LONG_TEXT_CHARS:
         return function(*args, **kwargs)
     return await asyncio.to_thread(function, *args, **kwargs)
 

@@ -61,7 +61,7 @@ def _check_item(item: Any, place: str, ignore_unknown: bool) -> Item:
 def _text(item: Item, name: str, place: str) -> str:
     if not isinstance(item.get(name), str):
         where = f"{place}.{name}"
-        raise RequestError(f"{where} must be str, got {short(item.get(name))}", param=where)
+        raise RequestError(f"{where} must be a string, got {short(item.get(name))}", param=where)
     return item[name]
 
 
@@ -136,7 +136,7 @@ def _check_reasoning(item: Item, place: str, ignore_unknown: bool) -> Item:
 
 def _list(item: Item, name: str, place: str) -> list:
     if not isinstance(given := item.get(name, []), list):
-        raise RequestError(f"{place}.{name} must be list, got {short(given)}", param=f"{place}.{name}")
+        raise RequestError(f"{place}.{name} must be a list, got {short(given)}", param=f"{place}.{name}")
     return given
 
 

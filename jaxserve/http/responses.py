@@ -24,7 +24,7 @@ from jaxserve.http.response_replies import AnyEvent, DeletedResponse, Event, Inp
 from jaxserve.http.response_store import EVENTS_TTL_S, EventLog, StoredResponse
 from jaxserve.http.responses_schema import InputTokensBody, ResponseBody, renamed
 from jaxserve.http.sse import EventStream
-from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.request import Request, SamplingParams, short
 from jaxserve.structured import compile_grammar, from_request
 
@@ -55,7 +55,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     params = make_params(server, body, sampling)
     before = _previous(server, body, request.get(OWNER, NOBODY))
     response_id = request[CALL_ID] = f"resp_{uuid.uuid4().hex}"
-    size_chars = (before.size_chars if before else 0) + (request.content_length or 0)
+    size_chars = (before.size_chars if before else 0) + request[BODY_BYTES]
     work = max(size_chars, LONG_TEXT_CHARS if body.may_have_grammar else 0)  # checking a grammar takes time
     made = await off_loop(work, _prepare, server, response_id, body, params, before, arrival_s)
     response = _response(server, response_id, body, params, keep)
@@ -223,7 +223,7 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     server = request.app[SERVER]
     body, _ = server.parse(InputTokensBody, await read_object(request))
     before = _previous(server, body, request.get(OWNER, NOBODY))
-    size_chars = (before.size_chars if before else 0) + (request.content_length or 0)
+    size_chars = (before.size_chars if before else 0) + request[BODY_BYTES]
     return _json(InputTokens(await off_loop(size_chars, _count, server, body, before)))
 
 

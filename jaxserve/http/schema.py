@@ -256,7 +256,9 @@ class GenerateBody(Body):
             if name not in STREAM_OPTIONS:
                 raise RequestError(f"unknown field {short(name)} in stream_options", param="stream_options")
             if not isinstance(value, bool | None):
-                raise RequestError(f"stream_options.{name} must be bool, got {short(value)}", param="stream_options")
+                raise RequestError(
+                    f"stream_options.{name} must be a boolean, got {short(value)}", param="stream_options"
+                )
         if (self.stream_options or {}).get("include_obfuscation"):
             raise RequestError("stream_options.include_obfuscation is not supported yet", param="stream_options")
 

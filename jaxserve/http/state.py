@@ -51,7 +51,8 @@ class Server:
         """The name to answer with. Raises NotFound if this is no name of the model."""
         name = asked or self.model_names[0]
         if name not in self.model_names:
-            raise NotFound(f"The model {short(asked)} does not exist.", param="model")
+            served = " and ".join(map(short, self.model_names))
+            raise NotFound(f"The model {short(asked)} does not exist: this server has {served}.", param="model")
         return name
 
     def parse[B: schema.Body](self, cls: type[B], raw: dict[str, Any]) -> tuple[B, dict[str, Any]]:
@@ -61,6 +62,7 @@ class Server:
 
 
 SERVER = web.AppKey("server", Server)
+BODY_BYTES = web.RequestKey("body_bytes", int)  # the size of what read_object() has read
 
 
 BODY_TIMEOUT_S = 120.0  # that a client may take to send a body
@@ -77,7 +79,9 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     limit = request.client_max_size
     if (size := request.content_length or 0) > limit:
         raise PayloadTooLarge(f"the request body has {size} bytes; the limit is {limit} bytes (--max-body-bytes)")
-    return schema.decode_object(await _read(request))
+    body = await _read(request)
+    request[BODY_BYTES] = len(body)  # not content_length: a chunked body has none
+    return schema.decode_object(body)
 
 
 async def _read(request: web.Request) -> bytes:

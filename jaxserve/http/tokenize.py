@@ -12,7 +12,7 @@ from jaxserve.http.generate import off_loop
 from jaxserve.http.operation import operation
 from jaxserve.http.replies import Text, Tokens
 from jaxserve.http.schema import DetokenizeBody, TokenizeBody, TokenizeChatBody
-from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.parsers import Tool, check_tools
 
 
@@ -20,8 +20,8 @@ from jaxserve.parsers import Tool, check_tools
 async def tokenize(request: web.Request) -> web.Response:
     """The tokens of a text, or of a conversation as the chat template writes it."""
     server = request.app[SERVER]
-    size = request.content_length or 0
-    tokens = await off_loop(size, _tokenize, server, await read_object(request))
+    raw = await read_object(request)
+    tokens = await off_loop(request[BODY_BYTES], _tokenize, server, raw)
     return web.Response(body=msgspec.json.encode(tokens), content_type="application/json")
 
 
@@ -41,6 +41,7 @@ def _tokenize(server: Server, raw: dict[str, Any]) -> Tokens:
     else:
         body, _ = server.parse(TokenizeBody, raw)
         text = body.prompt
+    frontend.check_chars(text, "prompt" if isinstance(body, TokenizeBody) else "messages")
     ids = frontend.encode(text, add_special_tokens=body.add_special_tokens)
     strings = [token_text(frontend.tokenizer.token_bytes(i)) for i in ids] if body.return_token_strs else None
     return Tokens(len(ids), frontend.info.max_model_len, ids, strings)

@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxserve.errors import ConfigError
+from jaxserve.request import short
+from jaxserve.settings import flag, mapping, names, need, real, whole
+
+MAX_LAYERS, MAX_HEAD_DIM = 4096, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,38 +82,42 @@ def decoder_config(
     Raises ConfigError naming what is missing or not supported.
     """
     _refuse_unsupported(hf)
-    heads, hidden = need(hf, "num_attention_heads"), need(hf, "hidden_size")
-    layers = need(hf, "num_hidden_layers")
-    resolved_head_dim = hf.get("head_dim") or head_dim or hidden // heads
-    kv = hf.get("num_key_value_heads") or kv_heads or heads
+    heads, hidden = whole(hf, "num_attention_heads"), whole(hf, "hidden_size")
+    layers = num_layers(hf)
+    resolved_head_dim = whole(hf, "head_dim", head_dim or hidden // heads, le=MAX_HEAD_DIM)
+    if resolved_head_dim % 2:
+        raise ConfigError(f"head_dim must be even, got {resolved_head_dim}")
+    kv = whole(hf, "num_key_value_heads", kv_heads or heads)
     if heads % kv:
         raise ConfigError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv})")
-    max_len = hf.get("max_position_embeddings") or 2048
+    max_len = whole(hf, "max_position_embeddings", 2048)
     frequencies, magnitude = rope_frequencies(hf, resolved_head_dim, max_len)
     return ModelConfig(
-        architecture=hf["architectures"][0],
-        vocab_size=need(hf, "vocab_size"),
+        architecture=names(hf, "architectures")[0],
+        vocab_size=whole(hf, "vocab_size"),
         num_layers=layers,
         hidden_size=hidden,
-        ffn_size=need(hf, "intermediate_size"),
+        ffn_size=whole(hf, "intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv,
         head_dim=resolved_head_dim,
         max_model_len=max_len,
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        norm_eps=real(hf, "rms_norm_eps", 1e-6, ge=0),
         rope_frequencies=frequencies,
         rope_magnitude=magnitude,
         sliding_windows=sliding_windows or (None,) * layers,
-        tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(hf, "tie_word_embeddings"),
         **family,
     )
 
 
-def need(hf: Mapping[str, Any], key: str) -> Any:
-    """A value that config.json must have."""
-    if hf.get(key) is None:
-        raise ConfigError(f"config.json of the model has no {key!r}")
-    return hf[key]
+def num_layers(hf: Mapping[str, Any]) -> int:
+    return whole(hf, "num_hidden_layers", le=MAX_LAYERS)
+
+
+def sliding_window(hf: Mapping[str, Any]) -> int | None:
+    """Absent means 4096, null means none."""
+    return None if hf.get("sliding_window", 4096) is None else whole(hf, "sliding_window", 4096)
 
 
 def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
@@ -128,9 +136,9 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 def _rope_parameters(hf: Mapping[str, Any]) -> dict[str, Any]:
     """rope_scaling (transformers 4) or rope_parameters (5), as one dict with rope_type and rope_theta."""
-    rope = dict(hf.get("rope_scaling") or {}) | dict(hf.get("rope_parameters") or {})
+    rope = mapping(hf, "rope_scaling") | mapping(hf, "rope_parameters")
     rope.setdefault("rope_type", rope.get("type") or "default")
-    rope.setdefault("rope_theta", hf.get("rope_theta") or 10000.0)
+    rope["rope_theta"] = real(rope, "rope_theta", real(hf, "rope_theta", 10000.0, gt=1), gt=1)
     return rope
 
 
@@ -142,10 +150,14 @@ def rope_frequencies(hf: Mapping[str, Any], head_dim: int, max_len: int) -> tupl
     rope = _rope_parameters(hf)
     base = 1.0 / rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     kind = rope["rope_type"]
-    if kind not in _ROPE_TYPES:
-        raise ConfigError(f"rope type {kind!r} is not supported: only {', '.join(_ROPE_TYPES)} are")
+    if not isinstance(kind, str) or kind not in _ROPE_TYPES:
+        raise ConfigError(f"rope type {short(kind)} is not supported: only {', '.join(_ROPE_TYPES)} are")
     frequencies, magnitude = _ROPE_TYPES[kind](base, rope, head_dim, max_len)
-    return tuple(float(f) for f in frequencies.astype(np.float32)), float(magnitude)
+    with np.errstate(over="ignore"):
+        frequencies = frequencies.astype(np.float32)
+    if not np.isfinite(frequencies).all() or not math.isfinite(magnitude):
+        raise ConfigError(f"the rope settings give frequencies that are not finite: {short(rope)}")
+    return tuple(float(f) for f in frequencies), float(magnitude)
 
 
 def _default(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
@@ -153,21 +165,24 @@ def _default(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple
 
 
 def _linear(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
-    return base / need(rope, "factor"), 1.0
+    return base / real(rope, "factor"), 1.0
 
 
 def _factors(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
     """One divisor per frequency: what GGUF files carry as rope_freqs."""
-    factors = np.asarray(need(rope, "factors"), np.float64)
-    if factors.shape != base.shape:
-        raise ConfigError(f"rope factors have shape {factors.shape}, the head needs {base.shape}")
-    return base / factors, 1.0
+    factors = need(rope, "factors")
+    good = isinstance(factors, list) and len(factors) == len(base)
+    if not good or any(isinstance(f, bool) or not isinstance(f, int | float) or not 0 < f < math.inf for f in factors):
+        raise ConfigError(f"rope factors must be {len(base)} numbers greater than 0, got {short(factors)}")
+    return base / np.asarray(factors, np.float64), 1.0
 
 
 def _llama3(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
     """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
-    factor, old_len = need(rope, "factor"), need(rope, "original_max_position_embeddings")
-    low, high = need(rope, "low_freq_factor"), need(rope, "high_freq_factor")
+    factor, old_len = real(rope, "factor"), whole(rope, "original_max_position_embeddings")
+    low, high = real(rope, "low_freq_factor"), real(rope, "high_freq_factor")
+    if low >= high:
+        raise ConfigError(f"low_freq_factor ({low}) must be less than high_freq_factor ({high})")
     waves = old_len * base / (2 * math.pi)  # full turns within the original context
     blend = np.clip((waves - low) / (high - low), 0.0, 1.0)
     return base * blend + base / factor * (1 - blend), 1.0
@@ -175,15 +190,15 @@ def _llama3(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[
 
 def _yarn(base: np.ndarray, rope: dict, head_dim: int, max_len: int) -> tuple[np.ndarray, float]:
     """YaRN (arXiv:2309.00071), as transformers computes it: ramp between kept and interpolated frequencies."""
-    old_len = rope.get("original_max_position_embeddings") or max_len
-    factor = rope.get("factor") or max_len / old_len
+    old_len = whole(rope, "original_max_position_embeddings", max_len)
+    factor = real(rope, "factor", max_len / old_len)
 
     def dimension(turns: float) -> float:
         """Index of the frequency that makes `turns` full turns within the original context."""
         return head_dim * math.log(old_len / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
-    low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
-    if rope.get("truncate", True):
+    low, high = dimension(real(rope, "beta_fast", 32)), dimension(real(rope, "beta_slow", 1))
+    if flag(rope, "truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 0.001), 0, 1)
@@ -194,10 +209,11 @@ def _yarn_magnitude(rope: dict, factor: float) -> float:
     def magnitude(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
-    if (given := rope.get("attention_factor")) is not None:
-        return given
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return magnitude(rope["mscale"]) / magnitude(rope["mscale_all_dim"])
+    if rope.get("attention_factor") is not None:
+        return real(rope, "attention_factor")
+    scale, scale_all = real(rope, "mscale", 0, ge=0), real(rope, "mscale_all_dim", 0, ge=0)
+    if scale and scale_all:
+        return magnitude(scale) / magnitude(scale_all)
     return magnitude(1.0)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxserve.models.base import ModelConfig, decoder_config
 from jaxserve.models.layers import Decoder
+from jaxserve.settings import flag
 
 
 class Llama(Decoder):
@@ -12,5 +13,5 @@ class Llama(Decoder):
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        bias = bool(hf.get("attention_bias", False))
-        return decoder_config(hf, qkv_bias=bias, o_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+        bias = flag(hf, "attention_bias")
+        return decoder_config(hf, qkv_bias=bias, o_bias=bias, mlp_bias=flag(hf, "mlp_bias"))

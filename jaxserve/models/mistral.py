@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models.base import ModelConfig, decoder_config, need
+from jaxserve.models.base import ModelConfig, decoder_config, num_layers, sliding_window
 from jaxserve.models.layers import Decoder
 
 
@@ -12,5 +12,4 @@ class Mistral(Decoder):
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
-        window = hf.get("sliding_window", 4096)  # absent means 4096, null means none
-        return decoder_config(hf, kv_heads=8, sliding_windows=(window,) * need(hf, "num_hidden_layers"))
+        return decoder_config(hf, kv_heads=8, sliding_windows=(sliding_window(hf),) * num_layers(hf))

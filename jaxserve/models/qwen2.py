@@ -3,19 +3,23 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.models.base import ModelConfig, decoder_config, need
+from jaxserve.errors import ConfigError
+from jaxserve.models.base import ModelConfig, decoder_config, num_layers, sliding_window
 from jaxserve.models.layers import Decoder
+from jaxserve.settings import flag, names, whole
 
 
 def sliding_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
     """The window of each layer. `layer_types` wins; without it the first max_window_layers layers see everything."""
-    layers = need(hf, "num_hidden_layers")
-    window = hf.get("sliding_window", 4096) if hf.get("use_sliding_window", False) else None
+    layers = num_layers(hf)
+    window = sliding_window(hf) if flag(hf, "use_sliding_window") else None
     if window is None:
         return (None,) * layers
-    if types := hf.get("layer_types"):
+    if types := names(hf, "layer_types"):
+        if len(types) != layers:
+            raise ConfigError(f"config.json of the model: layer_types has {len(types)} entries for {layers} layers")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
-    first = hf.get("max_window_layers", 28)
+    first = whole(hf, "max_window_layers", 28, ge=0)
     return tuple(window if i >= first else None for i in range(layers))
 
 

@@ -10,6 +10,7 @@ from jaxserve.models.llama import Llama
 from jaxserve.models.mistral import Mistral
 from jaxserve.models.qwen2 import Qwen2
 from jaxserve.models.qwen3 import Qwen3
+from jaxserve.settings import names
 
 FAMILIES: tuple[type[Decoder], ...] = (Llama, Mistral, Qwen2, Qwen3)
 
@@ -18,11 +19,11 @@ ARCHITECTURES: dict[str, type[Decoder]] = {name: family for family in FAMILIES f
 
 def resolve(config: Mapping[str, Any]) -> tuple[ModelConfig, type[Decoder]]:
     """Model config and class for a config.json. Raises ConfigError if the architecture is not supported."""
-    names = config.get("architectures") or []
-    for name in names[:1]:
+    given = names(config, "architectures")
+    for name in given[:1]:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name].config_from_hf(config), ARCHITECTURES[name]
     raise ConfigError(
-        f"architecture {', '.join(map(str, names)) or '(none given)'} is not supported: "
+        f"architecture {', '.join(given) or '(none given)'} is not supported: "
         f"only {', '.join(sorted(ARCHITECTURES))} are"
     )

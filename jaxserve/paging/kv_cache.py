@@ -44,8 +44,8 @@ def size_pool(
     longest = max(num_pages - 1, 0) * page_size
     if longest < 2:
         raise DoesNotFit(
-            f"no memory is left for the KV cache: one page needs {page_bytes / GiB:.3f} GiB and there are "
-            f"{max(budget_bytes, 0) / GiB:.3f} GiB; raise --gpu-memory-utilization or use a smaller model",
+            f"the KV cache needs 2 pages of {page_bytes} bytes at least and there are {max(budget_bytes, 0)} bytes: "
+            "give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization, or use a smaller model",
             param="gpu_memory_utilization",
         )
     if max_model_len is None:

@@ -79,7 +79,8 @@ def resolve_backend(
         return make(device)
     for name, (why_not, make) in _BACKENDS.items():
         if reason := why_not(device):
-            log.info("attention backend %s passed over: %s", name, reason)
+            # On a CPU nobody expects a GPU's kernels, and as a start's first line it reads like a fault.
+            log.log(logging.DEBUG if device.platform == "cpu" else logging.INFO, "%s passed over: %s", name, reason)
             continue
         log.info("attention backend: %s on %s", name, device)
         return make(device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import RequestError
-from jaxserve.request import short
+from jaxserve.request import KINDS, short
 
 MAX_TOOLS = 512
 MAX_DEPTH = 100  # of a schema
@@ -72,7 +72,7 @@ def _check_tool(raw: Any, place: str, ignore_unknown: bool) -> Tool:
         raise RequestError(message, param=f"{place}.name")
     for field, kind in (("description", str), ("strict", bool), ("parameters", dict)):
         if field in given and not isinstance(given[field], kind):
-            message = f"{place}.{field} must be {kind.__name__}, got {short(given[field])}"
+            message = f"{place}.{field} must be {KINDS[kind]}, got {short(given[field])}"
             raise RequestError(message, param=f"{place}.{field}")
     given["parameters"] = _check_parameters(given.get("parameters", {}), f"{place}.parameters")
     return Tool(**given)
@@ -151,7 +151,7 @@ def _chosen_name(raw: dict[str, Any]) -> str:
     if not isinstance(function, dict):
         raise RequestError(f"{place}.function must be an object, got {short(function)}", param=f"{place}.function")
     if not isinstance(function.get("name"), str):
-        message = f"{place}.function.name must be str, got {short(function.get('name'))}"
+        message = f"{place}.function.name must be a string, got {short(function.get('name'))}"
         raise RequestError(message, param=f"{place}.function.name")
     return function["name"]
 

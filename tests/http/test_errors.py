@@ -291,7 +291,8 @@ async def test_unknown_model(api, path):
         "/detokenize": {"tokens": []},
     }
     error = await api.error(path, {"model": "zz", **body[path]}, 404)
-    assert error["type"] == "NotFoundError" and error["param"] == "model" and "'zz'" in error["message"]
+    assert error["type"] == "NotFoundError" and error["param"] == "model"
+    assert error["message"] == "The model 'zz' does not exist: this server has 'm'."
 
 
 async def test_the_model_is_checked_after_field_names_and_before_values(api):
@@ -421,3 +422,44 @@ async def test_bad_calls_log_nothing(api, caplog):
         await api.error(TEXT, {"prompt": "a", "temperature": 9})
         await api.error("/nothing", None, 404)
     assert not caplog.records
+
+
+async def test_an_unknown_model_is_told_every_name(start):
+    async with start(served_model_name=["a", "b"]) as api:
+        error = await api.error(TEXT, {"model": "demo", "prompt": "hi"}, 404)
+        assert error["message"].endswith("this server has 'a' and 'b'.")
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/", "GET /v1/models names the model"),
+        ("/v1", "GET /v1/models names the model"),
+        ("/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/models", "did you mean /v1/models?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/v1/v1/models", "did you mean /v1/models?"),
+    ],
+)
+async def test_a_route_that_is_not_there_names_one_that_is(api, path, hint):
+    error = await api.error(path, None, 404, method="GET")
+    assert hint in error["message"] and error["message"].startswith(f"GET '{path}': there is no such route; ")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("messages", "hi", "messages must be a list, got 'hi'"),
+        ("temperature", "warm", "temperature must be a number, got 'warm'"),
+        ("max_tokens", 1.5, "max_tokens must be an integer, got 1.5"),
+        ("stream", "yes", "stream must be a boolean, got 'yes'"),
+        ("model", 5, "model must be a string, got 5"),
+        ("logit_bias", [], "logit_bias must be an object, got []"),
+        ("stop", 5, "stop must be a list or a string, got 5"),
+        ("stop", [5], "stop[0] must be a string, got 5"),
+        ("stop_token_ids", ["x"], "stop_token_ids[0] must be an integer, got 'x'"),
+    ],
+)
+async def test_types_have_names_that_clients_know(api, field, value, words):
+    error = await api.error(CHAT, {"messages": USER, field: value})
+    assert error["message"] == words

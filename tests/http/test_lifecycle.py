@@ -200,7 +200,8 @@ async def test_sigterm_lets_running_calls_finish(make_engine):
     [([signal.SIGTERM], 0.1), ([signal.SIGTERM] * 2, 60), ([signal.SIGINT], 60)],
     ids=["grace period over", "second signal", "Ctrl-C"],
 )
-async def test_calls_that_do_not_finish_in_time_end_with_abort(make_engine, stream, signals, grace_s):
+async def test_calls_that_do_not_finish_in_time_end_with_abort(make_engine, stream, signals, grace_s, caplog):
+    caplog.set_level(logging.INFO)
     engine = make_engine()
     running = Running(engine, grace_s=grace_s)
     engine.gate.clear()
@@ -214,6 +215,9 @@ async def test_calls_that_do_not_finish_in_time_end_with_abort(make_engine, stre
     await asyncio.wait_for(running.task, 5)
     assert '"finish_reason":"abort"' in body
     assert not engine.open
+    finishing = f"finishing 1 running request, for at most {grace_s:g} s; Ctrl-C ends this now"
+    assert (finishing in caplog.messages) == (signals != [signal.SIGINT])
+    assert "cancelling 1 running request" in caplog.messages
 
 
 async def test_a_cancelled_server_closes(make_engine):

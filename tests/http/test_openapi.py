@@ -58,6 +58,7 @@ BEYOND_SCHEMA = re.compile(
     r"|has no tokens"
     r"|bad_words: .* has \d+ tokens"
     r"|logit_bias: token id \d+ is outside the vocabulary"
+    r"|allowed_token_ids leaves nothing"
     r"|the chat template refused the messages"
     r"| is bad: |structural_tag"  # what compilers of schemas, regexes and grammars say
     r"|give one of them|whitespace_pattern or disable_any_whitespace"
@@ -65,7 +66,7 @@ BEYOND_SCHEMA = re.compile(
     r"|the chat template leaves out the last message"
     r"|best_of must be (n with|at least n)"
     r"|suffix needs a model"
-    r"|--tool-call-parser|the model's chat template takes no (tools|tool calls|reasoning_effort)"
+    r"|--tool-call-parser|the model's chat template takes no (tools|tool calls|reasoning.effort)"
     r"|digits, _ or -, got '[\w-]+\\n'"  # before which Python's $ matches, and that of JSON Schema does not
     r"|two tools are named|needs tools|is none of the tools"
     r"|must be the JSON text of an object|no function_call before it has the call_id"
@@ -286,12 +287,12 @@ def test_bodies_that_the_schema_allows_are_accepted(url, doc, route):
     validator, statuses = body_validator(doc, route), []
 
     @given(case=generator(doc, url, route).as_strategy())
-    @settings(QUICK, max_examples=60)
+    @settings(QUICK, max_examples=80)
     def accepted(case: schemathesis.Case) -> None:
         statuses.append(agree(url, route.path, validator, {} if isinstance(case.body, NotSet) else case.body))
 
     accepted()
-    assert statuses.count(200) > len(statuses) / 4, "generated bodies are hardly ever served"
+    assert statuses.count(200) > len(statuses) / 10, "generated bodies are hardly ever served"
 
 
 leaves = st.none() | st.booleans() | st.integers(-2, 70) | st.floats(-3, 3) | st.sampled_from(["", "m", "5", "auto"])
@@ -423,7 +424,7 @@ ANSWERS = [
     {"tool_calls": [{"function": {"name": "", "arguments": "{}"}}]}, {"tool_calls": [{"function": {"name": "f", "x": 1}}]},
     {"tool_calls": [{"function": {"name": "f", "arguments": "["}}]}, {"tool_calls": [{"function": {"arguments": "{}"}}]},
     {"reasoning": "why"}, {"reasoning": ""}, {"reasoning": 1}, {"reasoning_content": "why"}, {"reasoning_content": ""},
-    {"content": "a", "reasoning": None, "reasoning_content": "why"}, {"content": None, "reasoning": "why"},
+    {"reasoning": "", "reasoning_content": "why"}, {"content": "a", "reasoning": None, "reasoning_content": "why"}, {"content": None, "reasoning": "why"},
     {"content": "a", "refusal": None, "annotations": [], "audio": None, "function_call": None},
     {"content": "a", "refusal": "no"}, {"content": "a", "x": 1}, {"content": "a", "name": 1},
 ]  # fmt: skip

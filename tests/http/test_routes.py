@@ -1,7 +1,9 @@
 """The small routes: models, health, version, tokens, metrics; and API keys on all of them."""
 
 import asyncio
+import json
 import logging
+import threading
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +13,7 @@ import jaxserve.http.metrics as http_metrics
 from jaxserve.http.routes import ROUTES
 from jaxserve.metrics import TrafficLog
 from jaxserve.request import EngineStats
+from jaxserve.tokenizer import Tokenizer
 
 TEXT = "/v1/completions"
 
@@ -51,6 +54,49 @@ async def test_tokenize_and_back(api):
     assert bare["token_strs"] is None
     assert (await api.ok("/tokenize", {"prompt": ""}))["tokens"] == [0]
     assert (await api.ok("/detokenize", {"tokens": []})) == {"prompt": ""}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": "%s"}),
+        (TEXT, {"prompt": "a", "bad_words": ["%s"]}),
+        (TEXT, {"prompt": ["a", "%s"]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "%s"}]}),
+        ("/tokenize", {"prompt": "%s"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "%s"}]}),
+    ],
+)
+async def test_long_text_is_refused_untokenised_and_worked_on_off_the_loop(start, monkeypatch, path, body, chunked):
+    """However its body is sent: a chunked one names no size."""
+
+    async def sent(text: str):
+        data = json.dumps(body).replace("%s", text).encode()
+
+        async def pieces():
+            yield data
+
+        headers = {"Content-Type": "application/json"}
+        async with api.session.post(api.url + path, data=pieces() if chunked else data, headers=headers) as response:
+            return response.status, await response.json()
+
+    threads = []
+
+    def encode(self: Tokenizer, text: str, **_: bool) -> list[int]:
+        threads.append((threading.get_ident(), len(text)))
+        return [5]
+
+    async with start() as api:
+        monkeypatch.setattr(Tokenizer, "encode", encode)
+        status, answer = await sent("x" * 1_000_000)
+        assert status == 400 and " characters" in answer["error"]["message"]
+        assert all(chars < 100 for _, chars in threads)
+        if "bad_words" not in body:
+            monkeypatch.setattr(api.frontend, "_max_token_bytes", 10_000)
+            assert (await sent("x" * 30_000))[0] == 200
+            at_work = [thread for thread, chars in threads if chars >= 30_000]  # the stand-in encodes its answer, too
+            assert at_work and threading.get_ident() not in at_work
 
 
 async def test_tokenize_a_conversation(api):
@@ -105,7 +151,7 @@ async def test_keys_guard_every_route_but_health(start, route):
         wrong = [None, "", "Bearer", "Bearer ", "Bearer wrong", "Bearer firs", "Bearer first2", "Basic first", "first"]
         for header in wrong:
             assert (await status(header) == 401) == (path != "/health"), header
-        for header in ("Bearer first", "bearer first", "Bearer zweiter-schlüssel"):
+        for header in ("Bearer first", "bearer first", "Bearer\tfirst", "Bearer zweiter-schlüssel"):
             assert await status(header) != 401, header
 
 

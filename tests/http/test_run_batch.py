@@ -201,5 +201,5 @@ def test_files_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         with pytest.raises(ConfigError, match="line 1 is no answer of run-batch.*--overwrite"):
             read_done(there)
     for flag in ("--port", "--host", "--api-key"):
-        with pytest.raises(SystemExit):
-            cli.main(["run-batch", "-i", str(there), "-o", str(tmp_path / "o"), flag, "1"])
+        assert cli.main(["run-batch", "-i", str(there), "-o", str(tmp_path / "o"), flag, "1"]) == 2
+        assert f"unknown option '{flag}'" in capsys.readouterr().err

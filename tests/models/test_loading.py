@@ -1,6 +1,8 @@
 """Weights from checkpoints and from nothing: places, errors, sharding, and programs that never copy a weight."""
 
+import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -238,6 +240,62 @@ def config_of(case: str, **changes) -> dict:
 def test_what_is_not_supported_is_refused_by_name(case, changes, message):
     with pytest.raises(ConfigError, match=message):
         resolve(config_of(case, **changes))
+
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings",
+)  # fmt: skip
+NO_NUMBERS = ["x", "576", [], {}, [1], True, math.nan, math.inf, 10**30, -1]
+BAD = {
+    **dict.fromkeys(SIZES, [0, 1.5, *NO_NUMBERS]),
+    "rms_norm_eps": [bad for bad in NO_NUMBERS if bad != 10**30],
+    "rope_theta": [0, *(bad for bad in NO_NUMBERS if bad != 10**30)],
+    "sliding_window": [0, 1.5, *NO_NUMBERS],
+    "tie_word_embeddings": ["x", 1, []],
+    "attention_bias": ["x", 1, []],
+    "architectures": [7, "LlamaForCausalLM", [7], {}],
+    "rope_scaling": [7, "x", [1], {"rope_type": 7}, {"rope_type": []}],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in BAD.items() for value in values])
+def test_a_value_that_cannot_be_meant_is_refused_by_its_key(key, value):
+    config = config_of("mistral" if key == "sliding_window" else "llama", rope_parameters=None)
+    with pytest.raises(ConfigError, match=key.replace("rope_scaling", "rope.(scaling|type)")):
+        resolve(config | {key: value})
+
+
+@pytest.mark.parametrize("value", [None, 0, *NO_NUMBERS])
+@pytest.mark.parametrize("case", ["llama", "llama_linear", "llama3_bias_tied", "qwen2_window_yarn", "mistral"])
+def test_any_value_of_any_key_resolves_or_is_refused(case, value):
+    """Also those of the rope settings. What is not a ConfigError here would be a traceback at the start."""
+    config = config_of(case)
+    for key in config:
+        with contextlib.suppress(ConfigError):
+            resolve(config | {key: value})
+    for key in (*config["rope_parameters"], "beta_fast", "beta_slow", "attention_factor", "mscale", "truncate"):
+        with contextlib.suppress(ConfigError):
+            resolved, _ = resolve(config | {"rope_parameters": config["rope_parameters"] | {key: value}})
+            assert np.isfinite(resolved.rope_frequencies).all() and math.isfinite(resolved.rope_magnitude)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value"),
+    [
+        ("llama_linear", "factor", 0),
+        ("llama_linear", "factor", "2"),
+        ("llama3_bias_tied", "low_freq_factor", 4.0),  # as much as the high one
+        ("llama3_bias_tied", "original_max_position_embeddings", 0),
+        ("qwen2_window_yarn", "beta_fast", -1),
+        ("qwen2_window_yarn", "attention_factor", math.nan),
+        ("llama", "rope_theta", 1),
+    ],
+)
+def test_bad_rope_settings_are_refused_by_their_key(case, key, value):
+    config = config_of(case)
+    with pytest.raises(ConfigError, match=key):
+        resolve(config | {"rope_parameters": config["rope_parameters"] | {key: value}})
 
 
 def test_older_and_newer_names_of_rope_settings_mean_the_same():

@@ -31,6 +31,7 @@ def test_auto_takes_the_best_that_runs_and_says_so(platform, kind, shapes, expec
         backend = resolve_backend("auto", platform, kind, **shapes)
     assert backend.name == expected
     assert f"attention backend: {expected} on {kind}" in caplog.text
+    assert ("mosaic_gpu passed over" in caplog.text) == (expected != "mosaic_gpu" and platform != "cpu")
     assert backend.default_page_size in backend.page_sizes
     assert backend.platform == ("gpu" if platform == "cuda" else platform)
 
