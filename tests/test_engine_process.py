@@ -37,6 +37,8 @@ async def test_the_engine_gets_huge_pages_unless_the_user_set_glibc_up(monkeypat
 class StandInEngine:
     """Gives each request one token. `hangs` while set: a step, or an idle round, then takes as long as that."""
 
+    busy = False
+
     def __init__(self, compiles_later: bool = False):
         self.info = EngineInfo("m", 100, 64, 4, 16, 8, "cpu", "float32", compiles_later=compiles_later)
         self.waiting: list[Request] = []
