@@ -100,6 +100,7 @@ class Engine:
             scheduling_policy=config.scheduling_policy,
             hidden_size=model_config.hidden_size,
             matryoshka=bool(checkpoint.config.get("is_matryoshka") or checkpoint.config.get("matryoshka_dimensions")),
+            compiles_later=config.enforce_eager,
         )
         self._scheduler = Scheduler(
             num_pages=self._runner.pool.num_pages,

@@ -34,15 +34,18 @@ import zmq.asyncio
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.control import Command
-from jaxserve.errors import ConfigError, EngineDead, ErrorInfo, JaxserveError
+from jaxserve.errors import ConfigError, EngineDead, EngineError, ErrorInfo, JaxserveError
 from jaxserve.frontend import Frontend
 from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta
 from jaxserve.tokenizer import Vocabulary
 
 log = logging.getLogger(__name__)
 
+STOP_S = 1.5  # that the engine gets to end: `docker stop` kills 10 s after it asks, see http/app.py
 IDLE_POLL_MS = 200  # an idle engine wakes this often to look at deadlines
 STATS_PERIOD_S = 1.0
+MAX_SILENCE_S = 30.0  # of an engine that compiles nothing: after that it counts as hung
+WATCH_PERIOD_S = 1.0
 
 
 class Hello(msgspec.Struct, tag=True):
@@ -115,7 +118,8 @@ class SocketClient:
         self._streams: dict[str, asyncio.Queue[SequenceDelta | JaxserveError]] = {}
         self._controls: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
-        self._reader: asyncio.Task | None = None
+        self._tasks: list[asyncio.Task] = []
+        self._silence_s = 0.0  # since the engine's last message
         self._dead: JaxserveError | None = None
         self.info: EngineInfo
         self.stats = EngineStats()
@@ -128,7 +132,9 @@ class SocketClient:
                 self.info = info
             case Failed(error, is_config):
                 raise ConfigError(error.message, param=error.param) if is_config else EngineDead(error.message)
-        self._reader = asyncio.create_task(self._read())
+        self._tasks = [asyncio.create_task(self._read())]
+        if not self.info.compiles_later:
+            self._tasks.append(asyncio.create_task(self._watch()))
 
     async def use_vocabulary(self, vocabulary: Vocabulary) -> None:
         """Before the first request with a grammar: what grammars are compiled for."""
@@ -177,7 +183,7 @@ class SocketClient:
             del self._controls[number]
 
     def healthy(self) -> bool:
-        return self._dead is None
+        return self._dead is None and self._silence_s < MAX_SILENCE_S
 
     def die(self, error: JaxserveError) -> None:
         """Ends every open stream with the error, and refuses new requests."""
@@ -197,7 +203,24 @@ class SocketClient:
             log.exception("messages from the engine cannot be read")
             self.die(EngineDead(f"messages from the engine cannot be read: {error}"))
 
+    async def _watch(self) -> None:
+        """Measures silence: the engine sends stats each second, also when it has nothing to do.
+
+        In steps of its own: what a busy or suspended front end could not hear does not count.
+        """
+        while True:
+            await asyncio.sleep(WATCH_PERIOD_S)
+            if self._controls:  # which may take as long as they take
+                continue
+            was_healthy = self.healthy()
+            self._silence_s += WATCH_PERIOD_S
+            if was_healthy and not self.healthy():
+                log.error("the engine has said nothing for %.0f s: /health says so until it does", self._silence_s)
+
     def _take(self, message: FromEngine) -> None:
+        if self._silence_s >= MAX_SILENCE_S:
+            log.warning("the engine answers again, after %.0f s", self._silence_s)
+        self._silence_s = 0.0
         match message:
             case StepDone(deltas, stats):
                 self.stats = stats
@@ -212,10 +235,9 @@ class SocketClient:
                 self.die(EngineDead(error.message))
 
     async def close(self) -> None:
-        if self._reader:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self.die(EngineDead("the engine is being shut down"))
         self._socket.close()
 
@@ -297,7 +319,7 @@ class EngineProcess:
         self.client.die(EngineDead(f"the engine process ended with code {code}"))
         return code
 
-    async def stop(self, grace_s: float = 5.0) -> None:
+    async def stop(self, grace_s: float = STOP_S) -> None:
         """Closes the engine's stdin, which ends it; kills it if that takes longer than `grace_s` seconds."""
         await self.client.close()
         if self._process.stdin:
@@ -372,7 +394,12 @@ class EngineServer:
             return
         while self._socket.poll(0):
             front_end, payload = self._socket.recv_multipart()
-            match self._decode(payload):
+            try:
+                message = self._decode(payload)
+            except msgspec.MsgspecError as error:
+                self._refuse(front_end, payload, error)
+                continue
+            match message:
                 case Hello():
                     self._front_ends.append(front_end)
                     self._socket.send_multipart([front_end, self._encode(Ready(self._engine.info))])
@@ -400,6 +427,16 @@ class EngineServer:
         for front_end, number in self._controls:
             self._socket.send_multipart([front_end, self._encode(Controlled(number, self._engine.stats()))])
         self._controls = []
+
+    def _refuse(self, front_end: bytes, payload: bytes, error: Exception) -> None:
+        """Answers a message that is not what it should be, as far as it says whom to answer. Others go on."""
+        log.error("a message from a front end cannot be read: %s", error)
+        with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError):
+            request_id = str(msgspec.msgpack.decode(payload)["request"]["request_id"])
+            if not self._engine.knows(request_id):
+                self._owners[request_id] = front_end
+                info = EngineError(f"the engine cannot read this request: {error}").info()
+                self._answers.append(SequenceDelta(request_id, -1, finish_reason="error", error=info))
 
     def _submit(self, request: Request) -> list[SequenceDelta]:
         """The engine's answer, if it has one already."""

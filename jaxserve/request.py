@@ -421,6 +421,7 @@ class EngineInfo:
     scheduling_policy: str = "fcfs"
     hidden_size: int = 0  # numbers of an embedding
     matryoshka: bool = False  # whether the first numbers of an embedding are one, too (arXiv:2205.13147)
+    compiles_later: bool = False  # steps may compile, and so take minutes
 
 
 @dataclass(slots=True)

@@ -223,9 +223,7 @@ class Runner:
     def warm_up(self) -> None:
         """Compiles every program: lowered in a fixed order (stable cache keys), compiled side by side."""
         started = time.monotonic()
-        kinds = (Kind.FORWARD,) if self._only_forward else (Kind.PLAIN, Kind.FORWARD)
-        keys: list[Key] = [(kind, b) for b in self._buckets for kind in kinds]
-        keys += [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self._buckets})]
+        keys = self.program_keys()
         log.info("compiling %d programs: about a minute the first time, then kept in %s", len(keys), cache_dir())
         threading.stack_size(COMPILE_STACK_BYTES)
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -237,14 +235,26 @@ class Runner:
             "compiled %d programs of %d steps in %.1f s", len(keys), len(self._buckets), time.monotonic() - started
         )
 
+    def program_keys(self) -> list[Key]:
+        """Every program that a step may need, in a fixed order."""
+        kinds = (Kind.FORWARD,) if self._only_forward else (Kind.PLAIN, Kind.FORWARD)
+        keys: list[Key] = [(kind, b) for b in self._buckets for kind in kinds]
+        return keys + [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self._buckets})]
+
     @property
     def _only_forward(self) -> bool:
         """On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step."""
         return self._backend.platform == "cpu"
 
     def _lower(self, key: Key, num_pages: int, max_model_len: int) -> Any:
+        function, shapes, donated = self.flat(key, num_pages, max_model_len)
+        what = self._layouts[key[1]] if isinstance(key[1], Bucket) else key[1]
+        name = f"{self._model} {key[0]} {what} {self._backend.name}"
+        return step_cache.lower(function, shapes, donated=donated, name=name)
+
+    def flat(self, key: Key, num_pages: int, max_model_len: int) -> tuple[Callable[..., list[jax.Array]], list, range]:
         """A program as a function of flat arrays, in this order: weights; what it updates and its results (both
-        donated, both returned); the rest.
+        donated, both returned); the rest. Also the shapes of its arguments, and which are donated.
         """
         kind, size = key
         graphdef, backend = self._loaded.graphdef, self._backend
@@ -264,13 +274,7 @@ class Runner:
         # On a CPU results are not donated: numpy looks into that very memory, where elsewhere it gets a copy.
         begin = len(jax.tree.leaves(parts.weights))
         donated = (parts.updated, parts.results) if self._backend.platform != "cpu" else parts.updated
-        what = self._layouts[size] if isinstance(size, Bucket) else size
-        return step_cache.lower(
-            flat,
-            shapes,
-            donated=range(begin, begin + len(jax.tree.leaves(donated))),
-            name=f"{self._model} {kind} {what} {backend.name}",
-        )
+        return flat, shapes, range(begin, begin + len(jax.tree.leaves(donated)))
 
     def _signature(self, key: Key, num_pages: int, max_model_len: int) -> "Signature":
         kind, size = key

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 KEEP_S = 30 * 24 * 3600
 
-_OURS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)  # kernels that stay with the jax version they are of
+OURS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)  # kernels that stay with the jax version they are of
 
 
 def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donated: range, name: str) -> Any:
@@ -40,12 +40,12 @@ def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donate
     path = cache_dir() / "steps" / f"{_key(name, shapes)}.stablehlo"
     exported = _read(path)
     if exported is None:
-        exported = export.export(_jitted(function, donate), disabled_checks=_OURS)(*shapes)
+        exported = export.export(jitted(function, donate), disabled_checks=OURS)(*shapes)
         _write(path, bytes(exported.serialize()))
-    return _jitted(exported.call, donate).lower(*shapes)
+    return jitted(exported.call, donate).lower(*shapes)
 
 
-def _jitted(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
+def jitted(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
     """Keeps arguments that are only written to: buffers of results."""
     return jax.jit(function, donate_argnums=donated, keep_unused=True)
 

@@ -1,11 +1,22 @@
 """How the engine's process is started (what it does there: test_serve.py)."""
 
+import asyncio
+import logging
 import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+import msgspec
 import pytest
 
+from jaxserve import engine_process
 from jaxserve.config import EngineConfig
-from jaxserve.engine_process import EngineProcess
+from jaxserve.engine_process import EngineProcess, EngineServer, SocketClient, Submit
+from jaxserve.errors import EngineError
+from jaxserve.request import EngineInfo, EngineStats, Request, SamplingParams, SequenceDelta
 
 
 @pytest.mark.parametrize("given", [None, "glibc.malloc.check=1"])
@@ -21,3 +32,104 @@ async def test_the_engine_gets_huge_pages_unless_the_user_set_glibc_up(monkeypat
         await engine.stop(grace_s=0)
     assert environment["GLIBC_TUNABLES"] == (given or "glibc.malloc.hugetlb=1")
     assert environment["PATH"] == os.environ["PATH"]
+
+
+class StandInEngine:
+    """Gives each request one token. `hangs` while set: a step, or an idle round, then takes as long as that."""
+
+    busy = False
+
+    def __init__(self, compiles_later: bool = False):
+        self.info = EngineInfo("m", 100, 64, 4, 16, 8, "cpu", "float32", compiles_later=compiles_later)
+        self.waiting: list[Request] = []
+        self.hangs, self.ended = threading.Event(), threading.Event()
+
+    def has_work(self) -> bool:
+        if self.ended.is_set():
+            raise SystemExit
+        while self.hangs.is_set():
+            time.sleep(0.01)
+        return bool(self.waiting)
+
+    def knows(self, request_id: str) -> bool:
+        return any(request.request_id == request_id for request in self.waiting)
+
+    def submit(self, request: Request) -> bool:
+        self.waiting.append(request)
+        return True
+
+    def cancel(self, request_id: str, index: int | None) -> None: ...
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def step(self) -> list[SequenceDelta]:
+        done, self.waiting = self.waiting, []
+        return [SequenceDelta(r.request_id, 0, token_ids=[5], finish_reason="length") for r in done]
+
+
+@asynccontextmanager
+async def connected(folder: Path, engine: StandInEngine) -> AsyncIterator[SocketClient]:
+    """A client of a stand-in engine that is served in a thread."""
+    address = f"ipc://{folder}/engine.sock"
+    server = EngineServer(address)
+
+    def serve() -> None:
+        try:
+            server._serve(engine)
+        except SystemExit:
+            server._socket.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    client = SocketClient(address)
+    try:
+        await client.connect()
+        yield client
+    finally:
+        engine.hangs.clear()
+        engine.ended.set()
+        await client.close()
+        thread.join()
+
+
+def request(name: str) -> Request:
+    return Request(request_id=name, prompt_token_ids=[5], params=SamplingParams(), max_tokens=1)
+
+
+async def test_a_message_that_cannot_be_read_is_refused_and_others_go_on(tmp_path, caplog):
+    async with connected(tmp_path, StandInEngine()) as client:
+        bad = msgspec.to_builtins(Submit(request("bad")))
+        for field, value in (("prompt_token_ids", "x"), ("stop_ids", ["x"]), ("max_tokens", 1.5), ("params", None)):
+            broken = msgspec.msgpack.encode(bad | {"request": bad["request"] | {field: value}})
+            client._encode = lambda message, broken=broken: broken if isinstance(message, Submit) else b""
+            with pytest.raises(EngineError, match="cannot read this request"):
+                await asyncio.wait_for(client.submit(request("bad")), 5)
+        client._encode = msgspec.msgpack.Encoder().encode
+        for junk in (b"", b"\xc1", b"junk", msgspec.msgpack.encode({"type": "Submit"}), msgspec.msgpack.encode([1])):
+            await client._socket.send(junk)
+        deltas = [delta async for delta in await asyncio.wait_for(client.submit(request("good")), 5)]
+        assert deltas[-1].token_ids == [5] and client.healthy()
+        assert caplog.text.count("cannot be read") >= 9
+
+
+@pytest.mark.parametrize("compiles_later", [False, True])
+async def test_an_engine_that_hangs_is_not_healthy_until_it_speaks_again(tmp_path, compiles_later, monkeypatch, caplog):
+    monkeypatch.setattr(engine_process, "STATS_PERIOD_S", 0.02)
+    monkeypatch.setattr(engine_process, "IDLE_POLL_MS", 10)
+    monkeypatch.setattr(engine_process, "WATCH_PERIOD_S", 0.05)
+    monkeypatch.setattr(engine_process, "MAX_SILENCE_S", 0.4)
+    caplog.set_level(logging.WARNING)
+    engine = StandInEngine(compiles_later)
+    async with connected(tmp_path, engine) as client:
+        await asyncio.sleep(0.8)
+        assert client.healthy(), "it says so also when idle"
+        engine.hangs.set()
+        await asyncio.sleep(0.8)
+        assert client.healthy() == compiles_later, "one that compiles may be silent"
+        engine.hangs.clear()
+        async with asyncio.timeout(5):
+            while not client.healthy():
+                await asyncio.sleep(0.01)
+    said = ["has said nothing for", "answers again"]
+    assert [word for word in said if word in caplog.text] == ([] if compiles_later else said)

@@ -29,8 +29,10 @@ from jaxserve.request import EngineClient
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 8.0  # that running calls get to finish after SIGTERM: `docker stop` kills after 10 s
-ABORT_S = 5.0  # that cancelled calls then get to send their last event
+# `docker stop` kills 10 s after SIGTERM. Until then: GRACE_S, ABORT_S twice (aiohttp waits, cancels, and waits again),
+# and the engine's end (engine_process.STOP_S).
+GRACE_S = 6.0  # that running calls get to finish
+ABORT_S = 1.0  # that cancelled calls then get to send their last event
 KEEPALIVE_S = 75.0  # that a connection may idle, or take to send the headers of a request
 BACKLOG = 128  # connections that wait to be accepted
 
@@ -91,6 +93,7 @@ async def listening(
             yield _url(config.host, listener.sockets[0].getsockname()[1])
         finally:
             listener.close()
+        _drop_incomplete(runner)
         await _finish(app[SERVER], grace_s, hurry or asyncio.Event())
     finally:
         await runner.cleanup()
@@ -117,6 +120,16 @@ def cannot_listen(config: ServeConfig, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         reason = "the port is in use; choose another with --port, or --port 0 for any free one"
     return ConfigError(f"cannot listen on {config.host}:{config.port}: {reason}", param="port")
+
+
+def _drop_incomplete(runner: web.AppRunner) -> None:
+    """Closes connections without a call, or with one that is not all here: there is nothing to finish."""
+    reading = runner.app[SERVER].reading
+    for connection in list(runner.server.connections) if runner.server is not None else ():
+        if connection._current_request is None or connection in reading:  # what no public name tells
+            connection.force_close()
+        else:
+            connection.close()  # after this call
 
 
 async def _finish(server: Server, grace_s: float, hurry: asyncio.Event) -> None:

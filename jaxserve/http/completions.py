@@ -202,7 +202,8 @@ class CompletionAnswer:
             return logprobs
         if prompt_index not in self._echoed_logprobs:
             source = self._texts[prompt_index]
-            ids, entries = source.request.prompt_token_ids, source.prompt_logprobs or [None]
+            ids = source.request.prompt_token_ids
+            entries = source.prompt_logprobs or [None] * len(ids)  # none of a request that ended before it ran
             self._echoed_logprobs[prompt_index] = self._shapes.legacy_prompt(ids, entries, offsets)
         return self._echoed_logprobs[prompt_index].before(logprobs)
 

@@ -13,7 +13,7 @@ from jaxserve.http.operation import operation
 from jaxserve.http.replies import Embedding, EmbeddingList, EmbeddingUsage
 from jaxserve.http.request_id import CALL_ID, call_names
 from jaxserve.http.schema import EmbeddingBody
-from jaxserve.http.state import SERVER, Server, read_object
+from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.request import Request
 
 
@@ -23,8 +23,7 @@ async def embeddings(request: web.Request) -> web.Response:
     server, arrival_s = request.app[SERVER], time.monotonic()
     body, _ = server.parse(EmbeddingBody, await read_object(request))
     call_id = request[CALL_ID] = f"embd-{uuid.uuid4().hex}"
-    size_chars = sum(len(prompt) for prompt in body.prompts() if isinstance(prompt, str))
-    requests = await off_loop(size_chars, _make_requests, server, call_id, body, arrival_s)
+    requests = await off_loop(request[BODY_BYTES], _make_requests, server, call_id, body, arrival_s)
     texts = [server.frontend.text(each) for each in requests]
     await drain(Generation(server, texts, call_names(request)))
     vectors = [text.embedding(body.dimensions) for text in texts]

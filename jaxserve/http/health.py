@@ -14,9 +14,9 @@ FINGERPRINT = f"jaxserve-{__version__}"
 
 @operation(errors=(EngineDead,))
 async def health(request: web.Request) -> web.Response:
-    """200 and nothing while the engine lives, otherwise 503."""
+    """200 and nothing while the engine lives and speaks, otherwise 503."""
     if not request.app[SERVER].client.healthy():
-        raise EngineDead("the engine has died")
+        raise EngineDead("the engine has died, or has said nothing for a while")
     return web.Response()
 
 

@@ -1,5 +1,7 @@
 """Logprobs in the two shapes of the OpenAI API, and vLLM's prompt_logprobs."""
 
+from collections.abc import Sequence
+
 from jaxserve.detokenize import TextDelta, token_text
 from jaxserve.frontend import finite, logprob_dict
 from jaxserve.http.replies import ChatLogprobs, LegacyLogprobs, TokenLogprob, TopLogprob
@@ -25,7 +27,9 @@ class LogprobShapes:
             self._add_legacy(logprobs, entry.token_id, entry, base + offset)
         return logprobs
 
-    def legacy_prompt(self, ids: list[int], entries: list[TokenLogprobs | None], offsets: list[int]) -> LegacyLogprobs:
+    def legacy_prompt(
+        self, ids: list[int], entries: Sequence[TokenLogprobs | None], offsets: list[int]
+    ) -> LegacyLogprobs:
         """Of an echoed prompt; None stands for the first token's."""
         logprobs = LegacyLogprobs()
         for token_id, entry, offset in zip(ids, entries, offsets, strict=True):

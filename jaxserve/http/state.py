@@ -34,6 +34,7 @@ class Server:
     responses: what /v1/responses keeps
     calls: those that are open
     closing: tasks that cancel what calls left behind
+    reading: connections with a call whose body is still on its way
     """
 
     frontend: Frontend
@@ -46,6 +47,7 @@ class Server:
     started: int = field(default_factory=lambda: int(time.time()))
     calls: set[Call] = field(default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)
+    reading: set[web.RequestHandler] = field(default_factory=set)
 
     def model_name(self, asked: str | None) -> str:
         """The name to answer with. Raises NotFound if this is no name of the model."""
@@ -79,7 +81,12 @@ async def read_object(request: web.Request) -> dict[str, Any]:
     limit = request.client_max_size
     if (size := request.content_length or 0) > limit:
         raise PayloadTooLarge(f"the request body has {size} bytes; the limit is {limit} bytes (--max-body-bytes)")
-    body = await _read(request)
+    reading = request.app[SERVER].reading
+    reading.add(request.protocol)
+    try:
+        body = await _read(request)
+    finally:
+        reading.discard(request.protocol)
     request[BODY_BYTES] = len(body)  # not content_length: a chunked body has none
     return schema.decode_object(body)
 

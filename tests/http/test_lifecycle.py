@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+import jaxserve.http.app as http_app
+from jaxserve import engine_process
 from jaxserve.config import ServeConfig
 from jaxserve.errors import ConfigError
 from jaxserve.frontend import Frontend
@@ -159,6 +161,11 @@ async def test_a_reader_that_is_slow_gets_everything(api):
 
 # ---------------------------------------------------------------------------------------------------- start and stop
 
+HALF_A_BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+)
+HALF_A_CHUNKED_BODY = HALF_A_BODY.replace(b"Content-Length: 100", b"Transfer-Encoding: chunked")[:-1] + b"1\r\n{\r\n"
+
 
 class Running:
     """serve() as a task, to be stopped by a real signal."""
@@ -171,8 +178,9 @@ class Running:
         self.task = asyncio.create_task(serve(frontend, engine, config, on_ready=self.url.set_result, **options))
 
     async def wait_for_requests(self) -> None:
-        while not self.engine.open:
-            await asyncio.sleep(0.002)
+        async with asyncio.timeout(5):
+            while not self.engine.open:
+                await asyncio.sleep(0.002)
 
 
 async def test_sigterm_lets_running_calls_finish(make_engine):
@@ -218,6 +226,50 @@ async def test_calls_that_do_not_finish_in_time_end_with_abort(make_engine, stre
     finishing = f"finishing 1 running request, for at most {grace_s:g} s; Ctrl-C ends this now"
     assert (finishing in caplog.messages) == (signals != [signal.SIGINT])
     assert "cancelling 1 running request" in caplog.messages
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comp", HALF_A_BODY, HALF_A_CHUNKED_BODY])
+async def test_a_request_that_is_not_all_here_does_not_hold_up_the_end(make_engine, sent):
+    """Also while a call that is gets its time to finish."""
+    engine = make_engine()
+    running = Running(engine, grace_s=5)
+    engine.gate.clear()
+    url = await running.url
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    writer.write(sent)
+    async with aiohttp.ClientSession() as session:
+        call = asyncio.create_task(session.post(url + TEXT, json={"prompt": "a"}))
+        await running.wait_for_requests()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+        engine.gate.set()
+        assert (await call).status == 200
+    await asyncio.wait_for(running.task, 2)
+    writer.close()
+
+
+def test_all_waits_of_the_end_fit_into_what_docker_gives():
+    assert http_app.GRACE_S + 2 * http_app.ABORT_S + engine_process.STOP_S <= 9.5
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["a b c", [5, 6, 7], [5]])
+@pytest.mark.parametrize("more", [{"logprobs": 1}, {"logprobs": 0, "max_tokens": 0}, {}, {"return_token_ids": True}])
+async def test_an_echo_whose_request_never_ran_ends_with_abort(make_engine, stream, prompt, more):
+    engine = make_engine()
+    running = Running(engine, grace_s=0.05)
+    engine.gate.clear()
+    async with aiohttp.ClientSession() as session:
+        body = {"prompt": prompt, "echo": True, "stream": stream, **more}
+        call = asyncio.create_task(session.post(await running.url + TEXT, json=body))
+        await running.wait_for_requests()
+        os.kill(os.getpid(), signal.SIGTERM)
+        answer = await call
+        text = await answer.text()
+    await asyncio.wait_for(running.task, 5)
+    assert answer.status == 200 and '"finish_reason":"abort"' in text and "error" not in text
+    if "logprobs" in more:
+        assert '"token_logprobs":[null' in text
 
 
 async def test_a_cancelled_server_closes(make_engine):
