@@ -151,8 +151,8 @@ def test_openai_chat_whole_and_streamed(client: openai.OpenAI, served: Served):
     assert streamed == whole.choices[0].message.content
     assert chunks[-1].usage and chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     with client.chat.completions.stream(**asked) as stream:
-        assert "content.delta" in [event.type for event in stream]
-        assert stream.get_final_completion().choices[0].message.content == streamed
+        deltas = [event.delta for event in stream if event.type == "content.delta"]
+    assert "".join(deltas) == streamed  # get_final_completion() takes no answer that max_tokens has cut
 
 
 async def test_openai_async(served: Served):
