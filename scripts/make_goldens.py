@@ -1,18 +1,20 @@
 """Makes tests/goldens: what Hugging Face Transformers (torch, float32, CPU) answers, for the parity tests to equal.
 
     python scripts/make_goldens.py --demo-gguf SmolLM2-135M-Instruct.Q4_1.gguf      (all)
-    python scripts/make_goldens.py tiny                                             (one part: tiny, vocab, demo)
+    python scripts/make_goldens.py tiny                                             (one part: tiny, vocab, demo, lm_eval)
 
-Needs torch, transformers, accelerate, gguf, safetensors and sentencepiece, and nothing of jaxserve: weights, permutations, chat
+Needs torch, transformers, accelerate, gguf, safetensors and sentencepiece, lm_eval for its part, and nothing of jaxserve: weights, permutations, chat
 templates and token ids of the goldens come from other people's code. Seeds are fixed, so a run changes nothing.
 
     tests/goldens/<case>/         a tiny random checkpoint of one architecture, with golden.json and logits.npz
     tests/goldens/vocab/          tiny vocabularies as .gguf and .json: ids of TEXTS by the reference tokenizers
     tests/goldens/demo.json       greedy continuations of the demo model
     tests/goldens/demo_ids.json   ids of TEXTS by the demo model's tokenizer
+    tests/goldens/lm_eval/demo.json   what lm-eval's Hugging Face backend answers to the tasks beside it, with the demo model
 """
 
 import argparse
+import contextlib
 import json
 import tempfile
 from pathlib import Path
@@ -85,10 +87,10 @@ SPECIAL_TEXTS = ["{a}", "x{a}y", "{a}\nuser{b} hi", " {a} {b}", "{a}{b}{a}", "{h
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[[], "tiny", "vocab", "demo"])
-    parser.add_argument("--demo-gguf", type=Path, help="file of the demo model, for the part demo")
+    parser.add_argument("parts", nargs="*", choices=[[], "tiny", "vocab", "demo", "lm_eval"])
+    parser.add_argument("--demo-gguf", type=Path, help="file of the demo model, for the parts demo and lm_eval")
     args = parser.parse_args()
-    parts = args.parts or ["tiny", "vocab", "demo"]
+    parts = args.parts or ["tiny", "vocab", "demo", "lm_eval"]
     torch.set_grad_enabled(False)
     if "tiny" in parts:
         for case, (config, dtype) in CASES.items():
@@ -97,6 +99,8 @@ def main() -> None:
         make_vocabularies(GOLDENS / "vocab")
     if "demo" in parts:
         make_demo(args.demo_gguf)
+    if "lm_eval" in parts:
+        make_lm_eval(args.demo_gguf)
 
 
 # ---- tiny random checkpoints
@@ -336,6 +340,25 @@ def make_demo(path: Path | None) -> None:
         entry |= greedy(model, entry["prompt_ids"], 48)
         print(f"demo: {tokenizer.decode(entry['ids'])[:90]!r}, smallest margin {min(entry['margins'])}")
     write_json(GOLDENS / "demo.json", golden)
+
+
+def make_lm_eval(path: Path | None) -> None:
+    if path is None:
+        raise SystemExit("the part lm_eval needs --demo-gguf FILE")
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    path = path.resolve()
+    tokenizer, _ = demo_tokenizer(path)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    tasks = ["jaxserve_choices", "jaxserve_prose", "jaxserve_continue"]
+    with contextlib.chdir(GOLDENS / "lm_eval"):  # the tasks name their data so
+        manager = TaskManager(include_path=".", include_defaults=False)
+        found = lm_eval.simple_evaluate(HFLM(model, tokenizer=tokenizer), tasks=tasks, task_manager=manager)
+    samples = {task: sorted(rows, key=lambda row: row["doc_id"]) for task, rows in found["samples"].items()}
+    rows = [{"task": task, "answers": row["filtered_resps"]} for task in tasks for row in samples[task]]
+    write_json(GOLDENS / "lm_eval" / "demo.json", rows)
 
 
 def demo_tokenizer(path: Path) -> tuple[PreTrainedTokenizerFast, str]:
