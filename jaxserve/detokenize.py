@@ -111,6 +111,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = [i for i in prompt_token_ids[-2 * MAX_CHAR_BYTES :] if i not in self._hidden]
         self._decoder.decode(b"".join(map(tokenizer.token_bytes, tail)))
+        self._in_prompts_character = self.in_character
         self._pending = ""  # decoded, not taken yet
         self._num_tokens = 0
         self.num_taken = 0  # characters
@@ -140,6 +141,8 @@ class Detokenizer:
         return stopped
 
     def _add(self, text: str) -> bool:
+        if text and self._in_prompts_character:  # the output completes it, or else it was the prompt that was broken
+            text, self._in_prompts_character = text.removeprefix("\ufffd"), False
         hit = self._stops.feed(text, active=self._num_tokens > self._min_tokens) if self._stops and text else None
         if not hit:
             self._pending += text

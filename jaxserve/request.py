@@ -224,7 +224,7 @@ def check_limits(name: str, value: Any, annotation: Any, limits: Any) -> None:
         or any(t not in (bool, int, float) and isinstance(value, t) for t in types)
     )
     if not fits:
-        wanted = " or ".join(KINDS[t] for t in types if t is not type(None))
+        wanted = " or ".join(KINDS.get(t, t.__name__) for t in types if t is not type(None))
         raise RequestError(f"{name} must be {wanted}, got {short(value)}", param=name)
     if isinstance(value, (int, float)):
         if float in types and not _is_finite(value):

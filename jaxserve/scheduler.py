@@ -96,9 +96,11 @@ class Scheduler:
             raise QueueFull(
                 f"the waiting queue is full: {self._unstarted} requests wait (max_queue_len {self.max_queue_len})"
             )
-        waiting, most = self._alive - len(self.running) - len(self._draining), self.max_queue_len * SAMPLES_PER_PLACE
+        waiting, most = self._alive - len(self.running) - len(self._draining), room * SAMPLES_PER_PLACE
         if waiting >= most:
-            raise QueueFull(f"the waiting queue is full: {waiting} sequences wait (max_queue_len allows {most})")
+            raise QueueFull(
+                f"the waiting queue is full: {waiting} sequences wait, {most} may (max_queue_len {self.max_queue_len})"
+            )
         self._serial += 1
         seqs = make_sequences(request, self._serial, self.policy, self.max_model_len, grammar)
         self.requests[request.request_id] = seqs

@@ -210,6 +210,14 @@ def test_a_half_character_waits_and_is_flushed_at_the_end():
     assert [delta.token_ids for delta in shown] == [[0], [1, 2], [3]]
 
 
+def test_a_character_that_the_prompt_breaks_off_is_not_in_the_output():
+    half, params = "😀".encode()[:2], SamplingParams()
+    sequence = SequenceText(0, Pieces([half, b"left", b"\xef\xbf\xbd"]), params, prompt_token_ids=[0])
+    assert sequence.push(SequenceDelta("r", 0, [1])).text == "left"
+    assert sequence.push(SequenceDelta("r", 0, [0])).text == ""
+    assert sequence.push(SequenceDelta("r", 0, [1])).text == "\ufffdleft"  # this half is the output's own
+
+
 def test_nothing_is_shown_after_the_end():
     sequence = SequenceText(0, Pieces([b"a"]), SamplingParams(stop=["a"]), StopMatcher(["a"]))
     assert sequence.push(SequenceDelta("r", 0, [0])).stopped

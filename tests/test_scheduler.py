@@ -292,7 +292,7 @@ def test_who_waits_shares_the_prompt_and_who_runs_has_his_own():
 def test_samples_that_wait_fill_the_queue_too():
     loop = Loop(make_scheduler(max_num_seqs=1, max_queue_len=3))
     loop.scheduler.add(make_request("large", [1, 2], n=128))  # an empty queue takes it
-    with pytest.raises(QueueFull, match=r"128 sequences wait \(max_queue_len allows 48\)"):
+    with pytest.raises(QueueFull, match=r"128 sequences wait, \d+ may \(max_queue_len 3\)"):
         loop.scheduler.add(make_request("refused", [1, 2]))
     loop.scheduler.cancel("large")
     loop.scheduler.add(make_request("taken", [1, 2]))

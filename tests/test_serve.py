@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -378,3 +380,83 @@ async def test_what_cannot_be_honoured_is_said_in_one_line(tmp_path: Path, optio
     assert words in lines[-1]
     assert "--kv-cache-memory-bytes" in options or "weights" not in "".join(lines)  # it is said before they are loaded
     assert not any("Traceback" in line for line in lines)
+
+
+# ---- every feature at once
+
+REQUESTS, CONCURRENCY = 1000, 64
+FREE = {"prompt": [7, 8, 9, 10, 11], "max_tokens": 12, "temperature": 0.8, "seed": 11, "ignore_eos": True}
+
+
+def random_body(rng: random.Random) -> dict[str, Any]:
+    """A valid body of /v1/completions: any features that may go together."""
+    prompt = [rng.randrange(5, 500) for _ in range(rng.choice((1, 3, 15, 16, 17, 60)))]
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randrange(1, 24), "seed": rng.randrange(1000)}
+    body["temperature"] = rng.choice((0, 0.3, 1.0, 1.7))
+    may: list[dict[str, Any]] = [
+        {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"presence_penalty": 1.0}, {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.2}, {"logit_bias": {"9": 5, "10": -100}}, {"bad_words": ["the"]}, {"stop": ["a", "zz"]},
+        {"stop_token_ids": [17]}, {"ignore_eos": True}, {"min_tokens": 1}, {"logprobs": 3}, {"stream": True},
+        {"return_token_ids": True}, {"skip_special_tokens": False}, {"include_stop_str_in_output": True},
+    ]  # fmt: skip
+    for each in rng.sample(may, rng.randrange(0, 6)):
+        body |= each
+    if rng.random() < 0.3:
+        body |= rng.choice((
+            {"structured_outputs": {"choice": ["left", "right"]}}, {"structured_outputs": {"regex": "[a-c]{2,5}"}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, "two"]}}}},
+        ))  # fmt: skip
+    elif rng.random() < 0.2:
+        body["allowed_token_ids"] = [5, 6, 7, 8, 9]
+    if body["temperature"] and rng.random() < 0.2:
+        body["n"] = 3
+    if not body.get("stream") and rng.random() < 0.1:
+        body["prompt_logprobs"] = 1
+    if not body.get("stream") and body.get("n", 1) == 1 and rng.random() < 0.1:
+        body["echo"] = True
+    return body
+
+
+async def test_a_thousand_mixed_requests(tmp_path: Path):
+    rng = random.Random(5)
+    async with serving(tmp_path, *TINY_POOL) as server:
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(240)) as session:
+            url = f"{server.url}/v1/completions"
+
+            async def text() -> str:
+                async with session.post(url, json=FREE) as answer:
+                    return (await answer.json())["choices"][0]["text"]
+
+            alone = await text()
+            among: list[str] = []
+            gate = asyncio.Semaphore(CONCURRENCY)
+
+            async def one(i: int, body: dict[str, Any], leaves: bool) -> None:
+                async with gate:
+                    if i % 50 == 0:
+                        among.append(await text())
+                    async with session.post(url, json=body) as answer:
+                        if leaves:
+                            return
+                        sent = await answer.text()
+                        assert answer.status == 200, (body, sent)
+                        assert '"error"' not in sent, (body, sent)
+                        if not body.get("stream"):
+                            check(body, json.loads(sent))
+
+            await asyncio.gather(*(one(i, random_body(rng), rng.random() < 0.15) for i in range(REQUESTS)))
+            found = await settled(session, server.url)
+        assert set(among) == {alone}
+        assert not found["kv_cache_usage_perc"] and not found["compiles_after_warmup_total"]
+        assert "Traceback" not in server.log() and " ERROR " not in server.log()
+
+
+def check(body: dict[str, Any], answer: dict[str, Any]) -> None:
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == list(range(body.get("n", 1)))
+    assert 1 <= answer["usage"]["completion_tokens"] <= body["max_tokens"] * len(choices)
+    for choice in choices:
+        assert choice["finish_reason"] in ("stop", "length")
+        if "choice" in body.get("structured_outputs", {}) and choice["finish_reason"] == "stop" and "stop" not in body:
+            assert body.get("echo") or choice["text"] in ("left", "right"), (body, choice)
