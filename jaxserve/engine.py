@@ -8,6 +8,7 @@ Step n+1 is on the device before the ids of step n are looked at; rows that turn
 import logging
 import random
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
@@ -116,11 +117,9 @@ class Engine:
         )
         self._controller = Controller(self._scheduler, self._runner, load)
         self._vocab_size = model_config.vocab_size
-        self._vocabulary: Vocabulary | None = None
+        self._vocabulary: Callable[[], Vocabulary] | None = None
         self._grammars: GrammarCompiler | None = None
-        self._compiling: dict[
-            str, tuple[Request, Future[GrammarState]]
-        ] = {}  # requests whose grammar is being compiled
+        self._compiling: dict[str, tuple[Request, Future[GrammarState]]] = {}  # requests that wait for their grammar
         self._refused: list[SequenceDelta] = []
         self._timeout_s = config.request_timeout
         self._seeds = random.Random(config.seed)
@@ -132,15 +131,15 @@ class Engine:
 
     # ---------------------------------------------------------------------------------------------- requests
 
-    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """What grammars are compiled for. Read when the first one comes, or by prepare_grammars()."""
+    def use_vocabulary(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """What grammars are compiled for. Made when the first one comes, or by prepare_grammars()."""
         self._vocabulary = vocabulary
 
     def prepare_grammars(self) -> GrammarCompiler:
         """Reads the vocabulary, which takes a second if it is large."""
         if self._grammars is None:
             assert self._vocabulary is not None, "use_vocabulary() was called"
-            self._grammars = GrammarCompiler(self._vocabulary, self._vocab_size)
+            self._grammars = GrammarCompiler(self._vocabulary(), self._vocab_size)
         return self._grammars
 
     def submit(self, request: Request) -> bool:

@@ -404,7 +404,7 @@ class EngineServer:
                     self._front_ends.append(front_end)
                     self._socket.send_multipart([front_end, self._encode(Ready(self._engine.info))])
                 case UseVocabulary(vocabulary):
-                    self._engine.use_vocabulary(vocabulary)
+                    self._engine.use_vocabulary(lambda: vocabulary)
                     self._engine.prepare_grammars()  # now, and not when others wait for their next token
                 case Submit(request):
                     self._owners[request.request_id] = front_end

@@ -50,7 +50,7 @@ class LLM:
         tokenizer, defaults = checkpoint.load_tokenizer(config), checkpoint.sampling_defaults(config)
         self._engine = Engine(config, checkpoint)
         self._frontend = Frontend(tokenizer, self._engine.info, defaults)
-        self._engine.use_vocabulary(self._frontend.vocabulary())
+        self._engine.use_vocabulary(self._frontend.vocabulary)
         self._ids = itertools.count()
         self._open: dict[str, OutputBuilder] = {}  # by request id: those that the engine has not finished
         self._enqueued: list[OutputBuilder] = []  # those that wait_for_completion() will return

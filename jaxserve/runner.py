@@ -95,13 +95,9 @@ class Launched:
     plan: Plan
     bucket: Bucket
     asked: int  # flags of all rows
-    forward: Forward | None  # None: a plain step
+    scored: bool  # some row wants its prompt's logprobs
+    forward: Forward | None = None  # None: a plain step
     drawn: Drawn | None = None  # None: draw() is still to be called
-
-    @property
-    def scored(self) -> bool:
-        """Whether some row wants its prompt's logprobs."""
-        return any(seq.score_prompt for seq in self.plan.prefill.seqs)
 
 
 @dataclass(slots=True)
@@ -288,10 +284,8 @@ class Runner:
         logits, columns = array(num_rows, model.vocab_size, dtype=f32), array(len(row_columns()), num_rows)
         tokens = array(num_rows)
         if isinstance(size, int):
-            masks, drawn = (
-                array(num_rows, ceil_div(model.vocab_size, 32)),
-                Drawn(tokens, array(num_rows, LOGPROB_COLUMNS)),
-            )
+            masks = array(num_rows, ceil_div(model.vocab_size, 32))
+            drawn = Drawn(tokens, array(num_rows, LOGPROB_COLUMNS))
             return Signature((), (state.last_token, state.extras), (drawn,), (logits, columns, masks))
         weights, packed = (self._loaded.params,), array(self._layouts[size].size)
         kv = jax.eval_shape(lambda: self._new_kv(num_pages))
@@ -321,10 +315,15 @@ class Runner:
         self._programs[key].reverse()
         return self._programs[key][0]
 
-    def _run(self, program: Program, weights: list[jax.Array], updated: Any, *rest: Any) -> tuple[Any, Any]:
-        """Starts a program. Returns what it updated, and its results."""
+    @staticmethod
+    def _run(
+        program: Program, weights: list[jax.Array], updated: Any, *rest: Any, sent: np.ndarray | None
+    ) -> tuple[Any, Any]:
+        """Starts a program. Returns what it updated, and its results. sent: None if it will not look at that."""
+        if sent is not None:
+            program.sent = program.put(program.sent, sent)
         mine, tree = jax.tree.flatten((updated, program.results))
-        updated, program.results = jax.tree.unflatten(tree, program.run(*weights, *mine, *rest))
+        updated, program.results = jax.tree.unflatten(tree, program.run(*weights, *mine, *rest, program.sent))
         return updated, program.results
 
     def count_compiles(self) -> None:
@@ -353,17 +352,15 @@ class Runner:
                 plan.page_writes = plan.page_writes[:room]
             slots = plan.decode.slots + plan.prefill.slots
             asked = functools.reduce(operator.or_, (self._flags[slot] for slot in slots))
-            launched = Launched(plan, bucket, asked, None)
+            launched = Launched(plan, bucket, asked, any(seq.score_prompt for seq in plan.prefill.seqs))
             packed = self._packer.pack(plan, bucket)
             if not (asked or launched.scored or self._only_forward):
                 self._launch_plain(launched, packed)
                 return launched
-            program, state = self._program(Kind.FORWARD, bucket), self._state
-            program.sent = program.put(program.sent, packed)
-            updated = (self._kv, state.page_table)
-            updated, results = self._run(program, self._weights, updated, state.last_token, program.sent)
+            state = self._state
+            program, updated = self._program(Kind.FORWARD, bucket), (self._kv, state.page_table)
+            updated, (forward,) = self._run(program, self._weights, updated, state.last_token, sent=packed)
             self._kv, self._state = updated[0], state._replace(page_table=updated[1])
-            (forward,) = results
         launched.forward = forward
         if asked & POOLED:
             forward.pooled.copy_to_host_async()
@@ -375,9 +372,8 @@ class Runner:
 
     def _launch_plain(self, launched: Launched, packed: np.ndarray) -> None:
         program, state = self._program(Kind.PLAIN, launched.bucket), self._state
-        program.sent = program.put(program.sent, packed)
         updated = (self._kv, state.page_table, state.last_token)
-        (self._kv, *updated), (tokens,) = self._run(program, self._weights, updated, program.sent)
+        (self._kv, *updated), (tokens,) = self._run(program, self._weights, updated, sent=packed)
         self._state = state._replace(page_table=updated[0], last_token=updated[1])
         tokens.copy_to_host_async()
         launched.drawn = Drawn(tokens, None)
@@ -390,16 +386,14 @@ class Runner:
         forward, bucket = launched.forward, launched.bucket
         assert forward is not None
         with self._compiles:
-            program, state = self._program(Kind.DRAW, bucket.rows), self._state
+            program, state, sent = self._program(Kind.DRAW, bucket.rows), self._state, None
             if masks:
                 sent = np.full(program.sent.shape, -1, np.int32)
                 for row, mask in masks.items():
                     sent[self._device_row(launched, row)] = mask
-                program.sent = program.put(program.sent, sent)
             updated = (state.last_token, state.extras)
-            updated, results = self._run(program, [], updated, forward.logits, forward.rows, program.sent)
+            updated, (drawn,) = self._run(program, [], updated, forward.logits, forward.rows, sent=sent)
             self._state = state._replace(last_token=updated[0], extras=updated[1])
-            (drawn,) = results
         launched.drawn = Drawn(drawn.tokens, drawn.logprobs if launched.asked & LOGPROBS else None)
         for array in launched.drawn:  # only what some row asked for
             if array is not None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import openai
 import pytest
 import tokenizers
 import uvloop
@@ -376,6 +377,13 @@ def in_thread(tokenizer: Tokenizer) -> Callable[..., Any]:
 async def api(start: Callable[..., Any]) -> AsyncIterator[Api]:
     async with start() as running:
         yield running
+
+
+@pytest.fixture
+async def client(api: Api) -> AsyncIterator[openai.AsyncOpenAI]:
+    """The official client of `api`."""
+    async with openai.AsyncOpenAI(base_url=api.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture

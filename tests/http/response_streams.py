@@ -16,6 +16,11 @@ def say(api, text: str) -> list[int]:
     return ids
 
 
+def prompt_of(api, at: int = -1) -> str:
+    """The prompt of a request that the engine was sent, as text."""
+    return api.frontend.tokenizer.decode(api.engine.requests[at].prompt_token_ids, skip_special_tokens=False)
+
+
 async def events_of(response) -> list[dict]:
     """All events of a stream, each judged by the client's types; names, numbers and places must be right."""
     assert response.status == 200, await response.text()

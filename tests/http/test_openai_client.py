@@ -8,12 +8,6 @@ import pytest
 USER = [{"role": "user", "content": "hi"}]
 
 
-@pytest.fixture
-async def client(api):
-    async with openai.AsyncOpenAI(base_url=api.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 async def test_models(client):
     assert [model.id async for model in client.models.list()] == ["m"]
     assert (await client.models.retrieve("m")).owned_by == "jaxserve"

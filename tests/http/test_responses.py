@@ -9,21 +9,11 @@ from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
 from jaxserve.errors import QueueFull
-from tests.http.response_streams import PATH, events_of, kinds, say
+from tests.http.response_streams import PATH, events_of, kinds, prompt_of, say
 
 LOGPROBS = "message.output_text.logprobs"
 ITEM = TypeAdapter(ResponseItem)
 DELTAS = "response.output_text.delta"
-
-
-@pytest.fixture
-async def client(api):
-    async with openai.AsyncOpenAI(base_url=api.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def prompt_of(api, at: int = -1) -> str:
-    return api.frontend.tokenizer.decode(api.engine.requests[at].prompt_token_ids, skip_special_tokens=False)
 
 
 async def stream_of(api, body: dict) -> list[dict]:

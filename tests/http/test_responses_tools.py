@@ -2,12 +2,11 @@
 
 import json
 
-import openai
 import pydantic
 import pytest
 from openai.types.responses import Response
 
-from tests.http.response_streams import PATH, events_of, kinds, say
+from tests.http.response_streams import PATH, events_of, kinds, prompt_of, say
 from tests.parsers.chat_templates import QWEN3
 
 LOGPROBS = "message.output_text.logprobs"
@@ -33,16 +32,6 @@ async def api(start, make_engine):
     engine.tokenizer = engine.tokenizer.with_chat_template(QWEN3)
     async with start(engine) as running:
         yield running
-
-
-@pytest.fixture
-async def client(api):
-    async with openai.AsyncOpenAI(base_url=api.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def prompt_of(api, at: int = -1) -> str:
-    return api.frontend.tokenizer.decode(api.engine.requests[at].prompt_token_ids, skip_special_tokens=False)
 
 
 async def answers(api, body: dict) -> list[dict]:
