@@ -86,9 +86,6 @@ class Engine:
         buckets = make_buckets(max_num_seqs, budget, fine=device.platform == "gpu")
         self._runner = Runner(config, loaded, backend, buckets, page_size, max_num_seqs)
         log.info("%s", self._runner.pool)
-        if not config.enforce_eager:
-            self._runner.warm_up()
-            self._runner.count_compiles()
         self.info = EngineInfo(
             model=config.model,
             vocab_size=model_config.vocab_size,

@@ -39,7 +39,7 @@ from jaxserve.sampling_inputs import (
     request_flags,
     set_slot,
 )
-from jaxserve.shapes import Bucket, ceil_div, choose_bucket
+from jaxserve.shapes import Bucket, ceil_div, choose_bucket, coarse
 from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, PackedLayout, row_columns
 from jaxserve.step import build_draw, build_forward, build_plain
 
@@ -54,7 +54,9 @@ COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
 
 
 class Kind(enum.Enum):
-    """The programs that steps are made of; see step.py. PLAIN and FORWARD exist per bucket, DRAW per number of rows."""
+    """The programs that steps are made of; see step.py. PLAIN and FORWARD exist per bucket (FORWARD where there is
+    PLAIN too: per coarse bucket), DRAW per number of rows.
+    """
 
     PLAIN = "plain"
     FORWARD = "forward"
@@ -66,26 +68,29 @@ Key = tuple[Kind, Bucket | int]
 
 @dataclass(slots=True)
 class Program:
-    """A compiled program and the buffers of its input and its results, which stay at their addresses.
+    """A compiled program and the buffers of its input and of small results, which stay at their addresses.
 
     On a GPU a program is one CUDA graph. If an address differs from the last run's, temporary memory included, XLA
     updates every node before it launches the graph. That took 1 ms of the host's time for Qwen-1.5B at batch 1 and 3 ms
-    at 256 (jax 0.11.2, H200). So there are two of each, which take turns: one runs while the next is launched.
+    at 256 (jax 0.11.2, H200). So there are two of each plain one, which take turns: one runs while the next is
+    launched. The results of others are hundreds of megabytes, and allocated for each run instead.
     """
 
     run: Any
     put: Any  # copies what the host sends into `sent`
     sent: jax.Array
-    results: Any
+    held: list[jax.Array]  # memory of the results; empty: allocated for each run
+    outputs: Any  # tree of what it returns: what it updates, results
 
 
 class Signature(NamedTuple):
-    """Shapes of a program's arguments. It returns what it updates and its results, into the same memory."""
+    """Shapes of what a program takes. It returns what it updates, in the same memory, and its results."""
 
     weights: tuple[Any, ...]
     updated: tuple[Any, ...]
-    results: tuple[Any, ...]
+    held: tuple[Any, ...]  # memory that results are written to: all of them or, (), none
     rest: tuple[Any, ...]  # the last one comes from the host
+    results: tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -120,7 +125,11 @@ class Runner:
         self._loaded, self._model, self._backend = loaded, loaded.config, backend
         self._weights = jax.tree.leaves(loaded.params)
         self._dtype = self._weights[0].dtype
-        self._buckets, self._num_slots = buckets, max_num_seqs + 1  # the last one is the trash slot
+        self._num_slots = max_num_seqs + 1  # the last one is the trash slot
+        # On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step.
+        self._buckets = {Kind.FORWARD: buckets}
+        if backend.platform != "cpu":
+            self._buckets = {Kind.PLAIN: buckets, Kind.FORWARD: coarse(buckets)}
         self._layouts = {b: PackedLayout(b, page_size) for b in buckets}
         self._packer = Packer(self._layouts, max_num_seqs)
         self._programs: dict[Key, list[Program]] = {}  # the last one that ran comes first
@@ -129,6 +138,8 @@ class Runner:
         self._page_size = page_size
         self.pool = self._size_pool(config)
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
+        if not config.enforce_eager:
+            self._warm_up()  # while memory is free: XLA tries kernels out
         self._make_kv = jax.jit(lambda: self._new_kv(self.pool.num_pages)).lower().compile()
         self._kv = self._make_kv()
         self._state = jax.jit(self._new_state, static_argnums=0)(self.pool.max_model_len)
@@ -167,15 +178,14 @@ class Runner:
 
     def _profile_step_bytes(self) -> int:
         """Bytes that the slots and the largest step need: read off its compiled programs."""
-        bucket = max(self._buckets, key=lambda b: b.tokens)
+        bucket = max(self._buckets[Kind.FORWARD], key=lambda b: b.tokens)
         sizes = PROFILE_PAGES, self._model.max_model_len
         state = jax.eval_shape(lambda: self._new_state(self._model.max_model_len))
         size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
         for key in ((Kind.FORWARD, bucket), (Kind.DRAW, bucket.rows)):
             memory = self._lower(key, *sizes).compile().memory_analysis()
-            size += memory.temp_size_in_bytes + memory.output_size_in_bytes
-            if key[0] is Kind.FORWARD:  # its KV pages are counted on their own, the rest is in `state`
-                size -= memory.alias_size_in_bytes
+            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            size += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
         return size
 
     def free(self, *, keep_weights: bool) -> None:
@@ -216,7 +226,7 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------ compile
 
-    def warm_up(self) -> None:
+    def _warm_up(self) -> None:
         """Compiles every program: lowered in a fixed order (stable cache keys), compiled side by side."""
         started = time.monotonic()
         keys = self.program_keys()
@@ -228,19 +238,14 @@ class Runner:
             for key, future in tqdm(futures, desc="compiling steps", unit="program"):
                 self._programs[key] = future.result()
         log.info(
-            "compiled %d programs of %d steps in %.1f s", len(keys), len(self._buckets), time.monotonic() - started
+            "compiled %d programs of %d sizes in %.1f s", len(keys), len(self._layouts), time.monotonic() - started
         )
+        self._compiles.counting = True
 
     def program_keys(self) -> list[Key]:
         """Every program that a step may need, in a fixed order."""
-        kinds = (Kind.FORWARD,) if self._only_forward else (Kind.PLAIN, Kind.FORWARD)
-        keys: list[Key] = [(kind, b) for b in self._buckets for kind in kinds]
-        return keys + [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self._buckets})]
-
-    @property
-    def _only_forward(self) -> bool:
-        """On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step."""
-        return self._backend.platform == "cpu"
+        keys: list[Key] = [(kind, bucket) for kind, buckets in self._buckets.items() for bucket in buckets]
+        return keys + [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self._buckets[Kind.FORWARD]})]
 
     def _lower(self, key: Key, num_pages: int, max_model_len: int) -> Any:
         function, shapes, donated = self.flat(key, num_pages, max_model_len)
@@ -249,8 +254,8 @@ class Runner:
         return step_cache.lower(function, shapes, donated=donated, name=name)
 
     def flat(self, key: Key, num_pages: int, max_model_len: int) -> tuple[Callable[..., list[jax.Array]], list, range]:
-        """A program as a function of flat arrays, in this order: weights; what it updates and its results (both
-        donated, both returned); the rest. Also the shapes of its arguments, and which are donated.
+        """A program as a function of flat arrays, in this order: weights; what it updates and what holds its results
+        (both donated, both returned); the rest. Also the shapes of its arguments, and which are donated.
         """
         kind, size = key
         graphdef, backend = self._loaded.graphdef, self._backend
@@ -259,7 +264,7 @@ class Runner:
         else:
             build = build_plain if kind is Kind.PLAIN else build_forward
             function = build(graphdef, self._layouts[size], backend)
-        parts = self._signature(key, num_pages, max_model_len)
+        parts = self._signature(key, num_pages, max_model_len)[:-1]
         shapes, tree = jax.tree.flatten(parts)
         shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes]
 
@@ -267,9 +272,8 @@ class Runner:
             weights, updated, _, rest = jax.tree.unflatten(tree, leaves)
             return jax.tree.leaves(function(*weights, *updated, *rest))
 
-        # On a CPU results are not donated: numpy looks into that very memory, where elsewhere it gets a copy.
-        begin = len(jax.tree.leaves(parts.weights))
-        donated = (parts.updated, parts.results) if self._backend.platform != "cpu" else parts.updated
+        begin = len(jax.tree.leaves(parts[0]))
+        donated = parts[1:3]
         return flat, shapes, range(begin, begin + len(jax.tree.leaves(donated)))
 
     def _signature(self, key: Key, num_pages: int, max_model_len: int) -> "Signature":
@@ -286,26 +290,25 @@ class Runner:
         if isinstance(size, int):
             masks = array(num_rows, ceil_div(model.vocab_size, 32))
             drawn = Drawn(tokens, array(num_rows, LOGPROB_COLUMNS))
-            return Signature((), (state.last_token, state.extras), (drawn,), (logits, columns, masks))
+            return Signature((), (state.last_token, state.extras), (), (logits, columns, masks), (drawn,))
         weights, packed = (self._loaded.params,), array(self._layouts[size].size)
         kv = jax.eval_shape(lambda: self._new_kv(num_pages))
         if kind is Kind.PLAIN:
-            return Signature(weights, (kv, state.page_table, state.last_token), (tokens,), (packed,))
+            return Signature(weights, (kv, state.page_table, state.last_token), (tokens,), (packed,), (tokens,))
         scored = array(size.prefill_tokens, LOGPROB_COLUMNS) if size.prefill_tokens else None
-        results = (Forward(logits, columns, array(num_rows, model.hidden_size, dtype=f32), scored),)
-        return Signature(weights, (kv, state.page_table), results, (state.last_token, packed))
+        forward = Forward(logits, columns, array(num_rows, model.hidden_size, dtype=f32), scored)
+        return Signature(weights, (kv, state.page_table), (), (state.last_token, packed), (forward,))
 
     def _compile(self, key: Key, lowered: Any) -> list[Program]:
         signature = self._signature(key, *self._sizes)
-        sent = np.zeros(signature.rest[-1].shape, np.int32)
-        fresh = jax.jit(
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (signature.rest[-1], signature.results))
-        )
-        put = _compiled(lambda _, new: jnp.copy(new), sent, sent)
-        run = lowered.compile()
-        # The second is read from the compile cache. Where no graph remembers addresses, one program does.
-        other = lowered.compile() if self._backend.platform == "gpu" else run
-        return [Program(r, put, *fresh()) for r in (run, other)]
+        sent, held = signature.rest[-1], signature.held
+        fresh = jax.jit(lambda: [jnp.zeros(s.shape, s.dtype) for s in (sent, *held)])
+        put = _compiled(lambda _, new: jnp.copy(new), sent, np.zeros(sent.shape, np.int32))
+        outputs = jax.tree.structure((signature.updated, signature.results))
+        runs = [lowered.compile()]
+        if held and self._backend.platform == "gpu":  # the second one comes out of the compile cache
+            runs.append(lowered.compile())
+        return [Program(run, put, first, others, outputs) for run in runs for first, *others in (fresh(),)]
 
     def _program(self, kind: Kind, size: Bucket | int) -> Program:
         """The program whose turn it is; compiled now only under --enforce-eager."""
@@ -322,13 +325,10 @@ class Runner:
         """Starts a program. Returns what it updated, and its results. sent: None if it will not look at that."""
         if sent is not None:
             program.sent = program.put(program.sent, sent)
-        mine, tree = jax.tree.flatten((updated, program.results))
-        updated, program.results = jax.tree.unflatten(tree, program.run(*weights, *mine, *rest, program.sent))
-        return updated, program.results
-
-    def count_compiles(self) -> None:
-        """From here on a compile counts as a fault, in `compiles_after_warmup`."""
-        self._compiles.counting = True
+        mine = *jax.tree.leaves(updated), *program.held
+        returned = program.run(*weights, *mine, *rest, program.sent)
+        program.held = returned[len(returned) - len(program.held) :]
+        return jax.tree.unflatten(program.outputs, returned)
 
     @property
     def compiles_after_warmup(self) -> int:
@@ -345,16 +345,18 @@ class Runner:
             self._set_up_slots(plan)
             if plan.copies:
                 self._copy(plan.copies)
-            bucket = choose_bucket(self._buckets, len(plan.decode), len(plan.prefill.tokens), len(plan.prefill))
+            slots = plan.decode.slots + plan.prefill.slots
+            asked = functools.reduce(operator.or_, (self._flags[slot] for slot in slots))
+            scored = any(seq.score_prompt for seq in plan.prefill.seqs)
+            kind = Kind.FORWARD if asked or scored or Kind.PLAIN not in self._buckets else Kind.PLAIN
+            bucket = choose_bucket(self._buckets[kind], len(plan.decode), len(plan.prefill.tokens), len(plan.prefill))
             room = self._layouts[bucket].num_page_writes
             if len(plan.page_writes) > room:  # long cached prompts were admitted
                 self._write_page_table(plan.page_writes[room:])
                 plan.page_writes = plan.page_writes[:room]
-            slots = plan.decode.slots + plan.prefill.slots
-            asked = functools.reduce(operator.or_, (self._flags[slot] for slot in slots))
-            launched = Launched(plan, bucket, asked, any(seq.score_prompt for seq in plan.prefill.seqs))
+            launched = Launched(plan, bucket, asked, scored)
             packed = self._packer.pack(plan, bucket)
-            if not (asked or launched.scored or self._only_forward):
+            if kind is Kind.PLAIN:
                 self._launch_plain(launched, packed)
                 return launched
             state = self._state
@@ -364,7 +366,7 @@ class Runner:
         launched.forward = forward
         if asked & POOLED:
             forward.pooled.copy_to_host_async()
-        if launched.scored:
+        if scored:
             forward.prompt_logprobs.copy_to_host_async()
         if not asked & GRAMMAR:
             self.draw(launched)

@@ -65,6 +65,16 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, fine: bool) 
     return tuple(sorted(decode + mixed))
 
 
+def coarse(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    """A few of a fine set that hold all that it holds: for programs that are rarely the whole load."""
+    most = max(b.decode_rows for b in buckets)
+    return tuple(
+        b
+        for b in buckets
+        if b.decode_rows == most or not b.prefill_tokens and b.decode_rows >= 8 and b.decode_rows.bit_count() == 1
+    )
+
+
 def choose_bucket(buckets: tuple[Bucket, ...], decode_rows: int, prefill_tokens: int, prefill_rows: int) -> Bucket:
     """The cheapest bucket that holds a plan. Raises ValueError if none does: the scheduler's limits are wrong."""
     fitting = [b for b in buckets if b.holds(decode_rows, prefill_tokens, prefill_rows)]

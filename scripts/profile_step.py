@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,6 +28,13 @@ from jaxserve.bench.offline import load_llm
 from jaxserve.config import EngineConfig, add_arguments
 
 TIMED_STEPS, TRACED_STEPS, PREFILLS = 60, 20, 6
+
+
+class Trace(NamedTuple):
+    """Durations in ms, by name: kernels of the device, and calls of the runtime and the driver (they nest)."""
+
+    kernels: dict[str, list[float]]
+    host: dict[str, list[float]]
 
 
 def main() -> None:
@@ -69,23 +76,26 @@ def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
         started |= {delta.request_id for delta in engine.step()}
     for _ in range(6):
         engine.step()
-    with clocked(engine._runner, "launch", "collect") as spent_s:
+    runner = engine._runner
+    with clocked(runner, "launch", "_run", "collect") as spent_s, clocked(runner._packer, "pack") as packing_s:
         begin = time.perf_counter()
         for _ in range(TIMED_STEPS):
             engine.step()
         wall_ms = (time.perf_counter() - begin) / TIMED_STEPS * 1e3
-    kernels = traced(engine, TRACED_STEPS)
+    trace = traced(engine, TRACED_STEPS)
     stop(engine, ids)
-    runner = engine._runner
     weights = sum(a.nbytes for a in runner._weights)
     model = runner._model
     if not model.tied_embeddings:
         weights -= model.vocab_size * model.hidden_size * runner._dtype.itemsize  # the embedding is only looked up
     kv = batch * args.context * model.kv_bytes_per_token(runner._dtype.itemsize)
     floor_ms = (weights + kv) / args.read_tb_s / 1e9
-    report(f"decode, batch {batch}, context {args.context}", wall_ms, kernels, TRACED_STEPS, floor_ms, args.top)
-    host = ", ".join(f"{name} {s / TIMED_STEPS * 1e3:.3f}" for name, s in spent_s.items())
-    print(f"\nHost, ms/step: {host}, the rest {wall_ms - sum(spent_s.values()) / TIMED_STEPS * 1e3:.3f}")
+    report(f"decode, batch {batch}, context {args.context}", wall_ms, trace, TRACED_STEPS, floor_ms, args.top)
+    ms = {name: s / TIMED_STEPS * 1e3 for name, s in (spent_s | packing_s).items()}
+    print(
+        f"\nHost, ms/step: launch {ms['launch']:.3f} (pack {ms['pack']:.3f}, run {ms['_run']:.3f}), "
+        f"collect {ms['collect']:.3f}, the rest {wall_ms - ms['launch'] - ms['collect']:.3f}"
+    )
 
 
 @contextlib.contextmanager
@@ -94,10 +104,10 @@ def clocked(owner: Any, *names: str) -> Iterator[dict[str, float]]:
     spent_s = dict.fromkeys(names, 0.0)
 
     def timed(name: str, method: Any) -> Any:
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             begin = time.perf_counter()
             try:
-                return method(*args)
+                return method(*args, **options)
             finally:
                 spent_s[name] += time.perf_counter() - begin
 
@@ -120,11 +130,11 @@ def profile_prefill(args: argparse.Namespace, llm: LLM) -> None:
         run_dry(engine)
         wall_ms = (time.perf_counter() - begin) / PREFILLS * 1e3
     submit(llm, PREFILLS, args.prefill, 1)
-    kernels = traced(engine, None)
+    trace = traced(engine, None)
     model = engine._runner._model
     matrices = sum(a.size for a in engine._runner._weights) - model.vocab_size * model.hidden_size
     floor_ms = 2 * matrices * args.prefill / args.matrix_tflops / 1e9
-    report(f"prefill, {args.prefill} tokens", wall_ms, kernels, PREFILLS, floor_ms, args.top)
+    report(f"prefill, {args.prefill} tokens", wall_ms, trace, PREFILLS, floor_ms, args.top)
 
 
 def run_dry(engine: Any) -> None:
@@ -138,8 +148,8 @@ def stop(engine: Any, ids: list[str]) -> None:
     run_dry(engine)
 
 
-def traced(engine: Any, steps: int | None) -> dict[str, list[float]]:
-    """Durations in ms of every kernel on the device while the engine takes `steps` steps, or runs dry."""
+def traced(engine: Any, steps: int | None) -> Trace:
+    """What ran while the engine took `steps` steps, or until it had run dry."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             if steps is None:
@@ -148,21 +158,23 @@ def traced(engine: Any, steps: int | None) -> dict[str, list[float]]:
                 for _ in range(steps):
                     engine.step()
                 jax.block_until_ready(engine._runner._kv)
-        return device_kernels(Path(folder))
+        return trace_of(Path(folder))
 
 
-def device_kernels(folder: Path) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = collections.defaultdict(list)
+def trace_of(folder: Path) -> Trace:
+    trace = Trace(collections.defaultdict(list), collections.defaultdict(list))
     for file in folder.rglob("*.xplane.pb"):
         for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
-            if not plane.name.startswith("/device:GPU"):
-                continue
+            device = plane.name.startswith("/device:GPU")
             for line in plane.lines:
-                if not line.name.startswith("Stream"):
+                if device and not line.name.startswith("Stream"):
                     continue
                 for event in line.events:
-                    found[kind_of(event.name)].append(event.duration_ns / 1e6)
-    return found
+                    if device:
+                        trace.kernels[kind_of(event.name)].append(event.duration_ns / 1e6)
+                    elif plane.name.startswith("/host") and not event.name.startswith("$"):  # $: Python's own
+                        trace.host[kind_of(event.name)].append(event.duration_ns / 1e6)
+    return trace
 
 
 def kind_of(name: str) -> str:
@@ -170,17 +182,26 @@ def kind_of(name: str) -> str:
     return re.sub(r"(_\d+)+$", "", name.split("(")[0])[:70]
 
 
-def report(title: str, wall_ms: float, kernels: dict[str, list[float]], steps: int, floor_ms: float, top: int) -> None:
-    device_ms = sum(map(sum, kernels.values())) / steps
+def report(title: str, wall_ms: float, trace: Trace, steps: int, floor_ms: float, top: int) -> None:
+    device_ms = sum(map(sum, trace.kernels.values())) / steps
     print(
         f"\n### {title}: {wall_ms:.3f} ms/step by the clock, {device_ms:.3f} on the device, floor {floor_ms:.3f} "
         f"({floor_ms / wall_ms:.0%})\n\n| kernel | times | us each | ms/step | share |\n|---|---|---|---|---|"
     )
-    for name, runs in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:top]:
-        total, count = sum(runs) / steps, len(runs) / steps
+    for name, count, total in longest(trace.kernels, steps, top):
         print(
             f"| {name} | {count:.1f} | {total / max(count, 1e-9) * 1e3:.1f} | {total:.3f} | {total / device_ms:.0%} |"
         )
+    print("\nHost calls that took longest (nested, slowed by tracing), times x us: ", end="")
+    print(", ".join(f"{name} {n:.1f} x {t / n * 1e3:.0f}" for name, n, t in longest(trace.host, steps, top)))
+
+
+def longest(found: dict[str, list[float]], steps: int, top: int) -> list[tuple[str, float, float]]:
+    """Name, times per step and ms per step of those that took most time."""
+    return [
+        (name, len(runs) / steps, sum(runs) / steps)
+        for name, runs in sorted(found.items(), key=lambda item: -sum(item[1]))[:top]
+    ]
 
 
 if __name__ == "__main__":
