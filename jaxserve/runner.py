@@ -50,6 +50,9 @@ PAGE_WRITES_AT_ONCE = 1024  # page-table entries of one call, where a step's own
 CPU_KV_BYTES = 2 * GiB
 PROFILE_PAGES = 64  # pool of the program that the largest step's memory is read off
 HEADROOM_BYTES = GiB // 2  # for the runtime: autotuning, graphs, fragments
+# What may be part of a CUDA graph: XLA's defaults, and loops. A conditional with a loop in it that is not in a graph
+# makes the host wait for the device.
+GRAPH_PARTS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
 
 
@@ -183,7 +186,7 @@ class Runner:
         state = jax.eval_shape(lambda: self._new_state(self._model.max_model_len))
         size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state))
         for key in ((Kind.FORWARD, bucket), (Kind.DRAW, bucket.rows)):
-            memory = self._lower(key, *sizes).compile().memory_analysis()
+            memory = self._lower(key, *sizes).compile(self._compiler_options(key)).memory_analysis()
             results = memory.output_size_in_bytes - memory.alias_size_in_bytes
             size += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
         return size
@@ -305,10 +308,16 @@ class Runner:
         fresh = jax.jit(lambda: [jnp.zeros(s.shape, s.dtype) for s in (sent, *held)])
         put = _compiled(lambda _, new: jnp.copy(new), sent, np.zeros(sent.shape, np.int32))
         outputs = jax.tree.structure((signature.updated, signature.results))
-        runs = [lowered.compile()]
+        options = self._compiler_options(key)
+        runs = [lowered.compile(options)]
         if held and self._backend.platform == "gpu":  # the second one comes out of the compile cache
-            runs.append(lowered.compile())
+            runs.append(lowered.compile(options))
         return [Program(run, put, first, others, outputs) for run in runs for first, *others in (fresh(),)]
+
+    def _compiler_options(self, key: Key) -> dict[str, Any] | None:
+        if self._backend.platform != "gpu" or key[0] is Kind.PLAIN:
+            return None
+        return {"xla_gpu_enable_command_buffer": GRAPH_PARTS}
 
     def _program(self, kind: Kind, size: Bucket | int) -> Program:
         """The program whose turn it is; compiled now only under --enforce-eager."""

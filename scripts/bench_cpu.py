@@ -39,6 +39,7 @@ CONCURRENCY = (1, 8, 16, 32)
 STATIC_BATCH = 8
 VOCAB_SIZE = 49152  # of the demo model
 READY_TIMEOUT_S = 600
+SERVED = ["--dtype", "float32"]  # the demo model
 CLIENT_NICE = 10  # the load generator shares two cores with the server: it must not take them from it
 ENV = {"JAX_PLATFORMS": "cpu", **HUGE_PAGES}  # what `jaxserve serve` gives its engine, for the engine alone too
 
@@ -110,20 +111,20 @@ def engine_peer(args: argparse.Namespace) -> Peer:
 
 
 @contextlib.contextmanager
-def server(cache: Path) -> Iterator[tuple[str, float]]:
-    """A running server; yields its URL and the seconds until it was ready."""
+def server(cache: Path, options: list[str], env: dict[str, str] | None = None) -> Iterator[tuple[str, float]]:
+    """A running server with its compile cache in `cache`; yields its URL and the seconds until it was ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(port), "--dtype", "float32"]
-    env = {**os.environ, **ENV, "JAXSERVE_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "jaxserve", "serve", "--port", str(port), *options]
+    env = {**os.environ, **(env or {}), "JAXSERVE_CACHE_DIR": str(cache)}
     start_s = time.perf_counter()
     process = subprocess.Popen(command, env=env, stdout=sys.stderr)
     try:
         while not is_healthy(url):
             if process.poll() is not None or time.perf_counter() - start_s > READY_TIMEOUT_S:
-                sys.exit(f"scripts/bench_cpu.py: the server did not start (exit code {process.returncode})")
+                sys.exit(f"{sys.argv[0]}: the server did not start (exit code {process.returncode})")
             time.sleep(0.05)
         yield url, time.perf_counter() - start_s
     finally:
@@ -219,9 +220,12 @@ def side_by_side(args: argparse.Namespace, url: str, engine: Peer, peer: Peer | 
 def report(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as folder:
         (Path(folder) / "models").symlink_to(cache_dir() / "models")
-        with server(Path(folder)) as (_, cold_s):
+        with server(Path(folder), SERVED, ENV) as (_, cold_s):
             pass
-        with server(Path(folder)) as (url, warm_s), tempfile.TemporaryDirectory(prefix="jaxserve-export-") as export:
+        with (
+            server(Path(folder), SERVED, ENV) as (url, warm_s),
+            tempfile.TemporaryDirectory(prefix="jaxserve-export-") as export,
+        ):
             peer = transformers_peer(args, Path(export)) if args.transformers_python else None
             engine = engine_peer(args)
             found = side_by_side(args, url, engine, peer)

@@ -55,7 +55,7 @@ def test_it_lowers_for_cuda(runner: Runner, kind: Kind, size: Bucket | int):
     if isinstance(size, Bucket):
         # All layers of a bucket share their kernels: rope and KV write; decode and its combine; prefill.
         assert len(set(hashes)) <= 1 + 2 * bool(size.decode_rows) + bool(size.prefill_tokens)
-        assert len(hashes) >= 2 and len(donated) >= 2 * LAYERS + 2
+        assert len(hashes) >= 2 and len(donated) > 2 * LAYERS
     else:
         assert not hashes
     assert len(re.findall(r"(?:tf.aliasing_output|jax.buffer_donor)", module)) == len(donated)

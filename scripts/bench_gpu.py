@@ -1,0 +1,149 @@
+"""The table of docs/benchmarks.md on one GPU: random weights, 512 tokens in, 256 out, greedy. Prints Markdown.
+
+    python scripts/bench_gpu.py SHAPE [--parts start server offline decode] [--out DIR]      SHAPE: llama-8b qwen-1.5b
+
+Parts; each takes minutes, and what an earlier call has left in DIR is printed along:
+    start    `jaxserve serve` to the first 200 of /health, with an empty compile cache and again
+    server   streaming completions by `jaxserve bench serve` on the same machine, at concurrency 1, 64 and 256
+    offline  `jaxserve bench throughput`, 256 and 1,024 requests
+    decode   ms per decode step at batch 1, 8 and 64 by scripts/profile_step.py (from 192 tokens of context on)
+"""
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bench_cpu import server
+
+ROOT = Path(__file__).resolve().parent.parent
+SHAPES = {"llama-8b": "llama-bpe", "qwen-1.5b": "qwen2"}  # and the vocabulary that goes with it
+PARTS = ("start", "server", "offline", "decode")
+REQUESTS = {1: 8, 64: 256, 256: 768}  # concurrency -> requests
+OFFLINE = (256, 1024)
+# vLLM 0.26.0 on the same kind of card with the same workloads; decode: 128 in, 256 out, the decode steps alone.
+VLLM = {
+    "llama-8b": {
+        "start, cold s": 111, "start, warm s": 48, "offline 256, tok/s": 9918, "offline 1024, tok/s": 10018,
+        "decode batch 1, ms": 5.09, "decode batch 8, ms": 5.30, "decode batch 64, ms": 6.11,
+        "server 1, tok/s": 203, "server 1, TTFT p50 ms": 18.6, "server 1, TPOT p50 ms": 4.86,
+        "server 64, tok/s": 6525, "server 64, TTFT p50 ms": 565, "server 64, TPOT p50 ms": 7.74,
+        "server 256, tok/s": 10732, "server 256, TTFT p50 ms": 1132, "server 256, TPOT p50 ms": 19.7,
+        "server 256, ITL p99 ms": 191,
+    },
+    "qwen-1.5b": {
+        "start, cold s": 137, "offline 256, tok/s": 25718, "offline 1024, tok/s": 17093,
+        "decode batch 1, ms": 2.04, "decode batch 8, ms": 2.14, "decode batch 64, ms": 4.07,
+        "server 1, tok/s": 352, "server 1, TTFT p50 ms": 25.4, "server 1, TPOT p50 ms": 2.71,
+        "server 64, tok/s": 11627, "server 64, TTFT p50 ms": 213, "server 64, TPOT p50 ms": 4.57,
+        "server 256, tok/s": 13662, "server 256, TTFT p50 ms": 586, "server 256, TPOT p50 ms": 15.7,
+        "server 256, ITL p99 ms": 50,
+    },
+}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all)")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "jaxserve-bench", metavar="DIR")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    file = args.out / f"{args.shape}.json"
+    figures = json.loads(file.read_text()) if file.exists() else {}
+    if "start" in args.parts or "server" in args.parts:
+        figures |= serve(args)
+    if "offline" in args.parts:
+        figures |= offline(args)
+    if "decode" in args.parts:
+        figures |= decode(args)
+    file.write_text(json.dumps(figures) + "\n")
+    print(table(args.shape, figures))
+    return 0
+
+
+def engine_options(shape: str) -> list[str]:
+    return [
+        *("--model", f"scripts/shapes/{shape}", "--tokenizer", f"tests/goldens/vocab/{SHAPES[shape]}.gguf"),
+        *("--load-format", "dummy", "--max-model-len", "4096"),
+    ]
+
+
+def run(*command: str) -> str:
+    return subprocess.run([sys.executable, *command], check=True, stdout=subprocess.PIPE, text=True, cwd=ROOT).stdout
+
+
+def serve(args: argparse.Namespace) -> dict[str, float]:
+    figures: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as empty:
+        cache = Path(empty) if "start" in args.parts else Path(os.environ.get("JAXSERVE_CACHE_DIR", empty))
+        with server(cache, engine_options(args.shape)) as (url, seconds):
+            if "start" in args.parts:
+                figures["start, cold s"] = seconds
+            if "server" in args.parts:
+                for concurrency in REQUESTS:
+                    figures |= load(args, url, concurrency)
+        if "start" in args.parts:
+            with server(cache, engine_options(args.shape)) as (_, figures["start, warm s"]):
+                pass
+    return figures
+
+
+def load(args: argparse.Namespace, url: str, concurrency: int) -> dict[str, float]:
+    run(
+        *("-m", "jaxserve", "bench", "serve", "--base-url", url, "--seed", str(concurrency), "--ignore-eos"),
+        *("--vocab-size", "100000", "--random-input-len", "512", "--random-output-len", "256", "--num-warmups", "1"),
+        *("--num-prompts", str(REQUESTS[concurrency]), "--max-concurrency", str(concurrency), "--disable-tqdm"),
+        *("--metric-percentiles", "50,99", "--save-result", "--result-dir", str(args.out)),
+        *("--result-filename", f"serve-{args.shape}-{concurrency}.json"),
+    )
+    result = json.loads((args.out / f"serve-{args.shape}-{concurrency}.json").read_text())
+    if result["failed"]:
+        sys.exit(f"scripts/bench_gpu.py: {result['failed']} requests failed at concurrency {concurrency}")
+    names = {"tok/s": "output_throughput", "TTFT p50 ms": "p50_ttft_ms", "TTFT p99 ms": "p99_ttft_ms"}
+    names |= {"TPOT p50 ms": "p50_tpot_ms", "ITL p99 ms": "p99_itl_ms"}
+    return {f"server {concurrency}, {name}": result[key] for name, key in names.items()}
+
+
+def offline(args: argparse.Namespace) -> dict[str, float]:
+    figures = {}
+    for requests in OFFLINE:
+        file = args.out / f"throughput-{args.shape}-{requests}.json"
+        run(
+            *("-m", "jaxserve", "bench", "throughput", *engine_options(args.shape), "--input-len", "512"),
+            *("--output-len", "256", "--num-prompts", str(requests), "--num-warmups", "64", "--temperature", "0"),
+            *("--disable-detokenize", "--disable-tqdm", "--output-json", str(file)),
+        )
+        result: dict[str, Any] = json.loads(file.read_text())
+        figures[f"offline {requests}, tok/s"] = result["output_tokens_per_second"]
+        figures[f"offline {requests}, wasted slots %"] = 100 * result["mean_kv_cache_wasted_slots_ratio"]
+    return figures
+
+
+def decode(args: argparse.Namespace) -> dict[str, float]:
+    out = run(
+        *("scripts/profile_step.py", *engine_options(args.shape), "--batch", "1", "8", "64", "--context", "192"),
+        "--enforce-eager",
+    )
+    (args.out / f"profile-{args.shape}.md").write_text(out)
+    found = re.findall(r"### decode, batch (\d+), .*?: ([\d.]+) ms/step", out)
+    return {f"decode batch {batch}, ms": float(ms) for batch, ms in found}
+
+
+def table(shape: str, figures: dict[str, float]) -> str:
+    lines = [f"{shape}, `scripts/bench_gpu.py {' '.join(sys.argv[1:])}`, {datetime.date.today()}", ""]
+    lines += ["| figure | jaxserve | vLLM 0.26.0 |", "|---|---|---|"]
+    for name, value in figures.items():
+        other = VLLM[shape].get(name)
+        lines.append(f"| {name} | {value:,.4g} | {'' if other is None else f'{other:,}'} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
