@@ -3,11 +3,13 @@
     submit, cancel ──► scheduler.plan ──► runner.launch ──► runner.collect (previous) ──► scheduler.commit ──► deltas
 
 Step n+1 is on the device before the ids of step n are looked at; rows that turn out finished are dropped at commit.
+With a grammar in it, step n+1 waits half done for the masks that n's ids decide; n+2 is launched right behind those.
 """
 
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
@@ -120,7 +122,7 @@ class Engine:
         self._refused: list[SequenceDelta] = []
         self._timeout_s = config.request_timeout
         self._seeds = random.Random(config.seed)
-        self._in_flight: Any = None
+        self._in_flight: deque[Any] = deque()  # launched and not collected, two at most
         self._broken = ""  # what a step raised: the device's state is not to be trusted any more
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._first_launch_s: dict[str, float] = {}
@@ -173,7 +175,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a step is worth while now: not for requests that a pause holds, unless a deadline is over."""
-        if self._in_flight is not None or self._scheduler.has_work or self._compiling or self._refused:
+        if self._in_flight or self._scheduler.has_work or self._compiling or self._refused:
             return True
         return self._scheduler.overdue(time.monotonic())
 
@@ -217,7 +219,8 @@ class Engine:
         try:
             deltas = self._step()
         except BaseException as error:
-            self._broken, self._in_flight = f"{type(error).__name__}: {error}", None
+            self._broken = f"{type(error).__name__}: {error}"
+            self._in_flight.clear()
             self._compiling.clear()
             for request_id in list(self._scheduler.requests):
                 self._scheduler.cancel(request_id, reason="error")
@@ -234,17 +237,24 @@ class Engine:
     def _step(self) -> list[SequenceDelta]:
         self._scheduler.expire(time.monotonic())
         answers = self._take_compiled()
-        plan = self._scheduler.plan()
-        launched = self._runner.launch(plan) if plan else None
-        if plan and plan.admitted:
-            now = time.monotonic()
-            for seq in plan.admitted:
-                self._first_launch_s.setdefault(seq.request.request_id, now)
-        before, self._in_flight = self._in_flight, launched
-        deltas = self._commit(before) if before else []
-        if launched and launched.drawn is None:
-            self._runner.draw(launched, self._masks(launched.plan))
+        before = len(self._in_flight)
+        if before < 2:
+            self._launch()
+        deltas = self._commit(self._in_flight.popleft()) if before else []
+        if self._in_flight and (last := self._in_flight[-1]).drawn is None:
+            self._runner.draw(last, self._masks(last.plan))
+            self._launch()  # the device has little left to do, while the caller is busy with the deltas
         return [*answers, *deltas, *(self._delta(event, None, None) for event in self._scheduler.take_endings())]
+
+    def _launch(self) -> None:
+        """Plans a step and starts it, if there is anything to do."""
+        plan = self._scheduler.plan()
+        if plan is None:
+            return
+        self._in_flight.append(self._runner.launch(plan))
+        now = time.monotonic()
+        for seq in plan.admitted:
+            self._first_launch_s.setdefault(seq.request.request_id, now)
 
     def _take_compiled(self) -> list[SequenceDelta]:
         """Gives requests whose grammars are ready to the scheduler. Waits a little if there is nothing else to do."""

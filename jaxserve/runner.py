@@ -53,6 +53,9 @@ HEADROOM_BYTES = GiB // 2  # for the runtime: autotuning, graphs, fragments
 # What may be part of a CUDA graph: XLA's defaults, and loops. A conditional with a loop in it that is not in a graph
 # makes the host wait for the device.
 GRAPH_PARTS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+# From so many tokens on products are left to cuBLAS. It won all of them at 256 rows; XLA compiles and times dozens of
+# kernels of its own for each before it agrees.
+CUBLAS_TOKENS = 512
 COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
 
 
@@ -314,10 +317,15 @@ class Runner:
             runs.append(lowered.compile(options))
         return [Program(run, put, first, others, outputs) for run in runs for first, *others in (fresh(),)]
 
-    def _compiler_options(self, key: Key) -> dict[str, Any] | None:
-        if self._backend.platform != "gpu" or key[0] is Kind.PLAIN:
-            return None
-        return {"xla_gpu_enable_command_buffer": GRAPH_PARTS}
+    def _compiler_options(self, key: Key) -> dict[str, Any]:
+        kind, size = key
+        options: dict[str, Any] = {}
+        if self._backend.platform == "gpu":
+            if kind is not Kind.PLAIN:
+                options["xla_gpu_enable_command_buffer"] = GRAPH_PARTS
+            if isinstance(size, Bucket) and size.tokens >= CUBLAS_TOKENS:
+                options["xla_gpu_enable_triton_gemm"] = False
+        return options
 
     def _program(self, kind: Kind, size: Bucket | int) -> Program:
         """The program whose turn it is; compiled now only under --enforce-eager."""

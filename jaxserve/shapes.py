@@ -50,17 +50,20 @@ def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, fine: bool) 
     """
     prefill_budget = max_num_batched_tokens - max_num_seqs
     if fine:
-        rows = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, *range(192, max_num_seqs, 64)]
-        sizes, max_chunks, few = [64, 256, 1024, 2048, 4096], 64, max_num_seqs
+        rows = [1, 8, 16, 32, 48, 64, 96, 128, *range(192, max_num_seqs, 64)]
+        sizes, shared = [64, 256, 512, 1024, 2048, 4096], {64, 512, 2048, prefill_budget}
+        max_chunks, few = 64, max_num_seqs
     else:
         rows = [1, 4, 8, 16, 32, *(2**i for i in range(6, 13))]
-        sizes, max_chunks, few = [32], 8, min(8, max_num_seqs)
+        sizes, shared = [32], {32, prefill_budget}
+        max_chunks, few = 8, min(8, max_num_seqs)
     decode = [Bucket(0, r, 0) for r in sorted({r for r in rows if r < max_num_seqs} | {max_num_seqs})]
-    # Prompt chunks alone (a first request should not pay for empty rows), or with room for decode rows.
+    # Prompt chunks alone (a first request should not pay for empty rows), or (`shared`) with room for decode rows.
     mixed = [
         Bucket(size, r, min(max(size // 16, 1), max_chunks, max_num_seqs))
         for size in sorted({s for s in sizes if s < prefill_budget} | {prefill_budget})
         for r in (0, max_num_seqs if size == prefill_budget else few)
+        if not r or size in shared
     ]
     return tuple(sorted(decode + mixed))
 

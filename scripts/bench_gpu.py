@@ -1,12 +1,13 @@
 """The table of docs/benchmarks.md on one GPU: random weights, 512 tokens in, 256 out, greedy. Prints Markdown.
 
-    python scripts/bench_gpu.py SHAPE [--parts start server offline decode] [--out DIR]      SHAPE: llama-8b qwen-1.5b
+    python scripts/bench_gpu.py SHAPE [--parts server offline structured decode] [--out DIR]      SHAPE: llama-8b qwen-1.5b
 
 Parts; each takes minutes, and what an earlier call has left in DIR is printed along:
-    start    `jaxserve serve` to the first 200 of /health, with an empty compile cache and again
-    server   streaming completions by `jaxserve bench serve` on the same machine, at concurrency 1, 64 and 256
-    offline  `jaxserve bench throughput`, 256 and 1,024 requests
-    decode   ms per decode step at batch 1, 8 and 64 by scripts/profile_step.py (from 192 tokens of context on)
+    server      `jaxserve serve` to the first 200 of /health, with an empty compile cache if it is the first part, and
+                again; streaming completions by `jaxserve bench serve` on the same machine, at concurrency 1, 64 and 256
+    offline     `jaxserve bench throughput`, 256 and 1,024 requests
+    structured  64 rows with a JSON schema beside rows without, by scripts/bench_structured.py
+    decode      ms per decode step at batch 1, 8 and 64 by scripts/profile_step.py (from 192 tokens of context on)
 """
 
 import argparse
@@ -21,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from bench_cpu import server
+from made_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = {"llama-8b": "llama-bpe", "qwen-1.5b": "qwen2"}  # and the vocabulary that goes with it
-PARTS = ("start", "server", "offline", "decode")
+SHAPES = ("llama-8b", "qwen-1.5b")
 REQUESTS = {1: 8, 64: 256, 256: 768}  # concurrency -> requests
 OFFLINE = (256, 1024)
 # vLLM 0.26.0 on the same kind of card with the same workloads; decode: 128 in, 256 out, the decode steps alone.
@@ -51,28 +52,25 @@ VLLM = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="(default: all)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "jaxserve-bench", metavar="DIR")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / f"{args.shape}.json"
     figures = json.loads(file.read_text()) if file.exists() else {}
-    if "start" in args.parts or "server" in args.parts:
-        figures |= serve(args)
-    if "offline" in args.parts:
-        figures |= offline(args)
-    if "decode" in args.parts:
-        figures |= decode(args)
-    file.write_text(json.dumps(figures) + "\n")
-    print(table(args.shape, figures))
+    with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as cache:
+        os.environ["JAXSERVE_CACHE_DIR"] = cache  # empty: the first part compiles
+        for part in args.parts:
+            figures |= PARTS[part](args)
+            file.write_text(json.dumps(figures) + "\n")
+            print(table(args.shape, figures), flush=True)
     return 0
 
 
-def engine_options(shape: str) -> list[str]:
-    return [
-        *("--model", f"scripts/shapes/{shape}", "--tokenizer", f"tests/goldens/vocab/{SHAPES[shape]}.gguf"),
-        *("--load-format", "dummy", "--max-model-len", "4096"),
-    ]
+def engine_options(args: argparse.Namespace) -> list[str]:
+    shape = ROOT / "scripts" / "shapes" / args.shape
+    tokenizer = make_tokenizer(shape / "config.json", args.out / "tokenizer")
+    return ["--model", str(shape), "--tokenizer", str(tokenizer), "--load-format", "dummy", "--max-model-len", "4096"]
 
 
 def run(*command: str) -> str:
@@ -81,17 +79,15 @@ def run(*command: str) -> str:
 
 def serve(args: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as empty:
-        cache = Path(empty) if "start" in args.parts else Path(os.environ.get("JAXSERVE_CACHE_DIR", empty))
-        with server(cache, engine_options(args.shape)) as (url, seconds):
-            if "start" in args.parts:
-                figures["start, cold s"] = seconds
-            if "server" in args.parts:
-                for concurrency in REQUESTS:
-                    figures |= load(args, url, concurrency)
-        if "start" in args.parts:
-            with server(cache, engine_options(args.shape)) as (_, figures["start, warm s"]):
-                pass
+    cache = Path(os.environ["JAXSERVE_CACHE_DIR"])
+    empty = not any(cache.iterdir())
+    with server(cache, engine_options(args)) as (url, seconds):
+        if empty:
+            figures["start, cold s"] = seconds
+        for concurrency in REQUESTS:
+            figures |= load(args, url, concurrency)
+    with server(cache, engine_options(args)) as (_, figures["start, warm s"]):
+        pass
     return figures
 
 
@@ -116,7 +112,7 @@ def offline(args: argparse.Namespace) -> dict[str, float]:
     for requests in OFFLINE:
         file = args.out / f"throughput-{args.shape}-{requests}.json"
         run(
-            *("-m", "jaxserve", "bench", "throughput", *engine_options(args.shape), "--input-len", "512"),
+            *("-m", "jaxserve", "bench", "throughput", *engine_options(args), "--input-len", "512"),
             *("--output-len", "256", "--num-prompts", str(requests), "--num-warmups", "64", "--temperature", "0"),
             *("--disable-detokenize", "--disable-tqdm", "--output-json", str(file)),
         )
@@ -126,14 +122,23 @@ def offline(args: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
+def structured(args: argparse.Namespace) -> dict[str, float]:
+    out = run("scripts/bench_structured.py", *engine_options(args))
+    found = re.findall(r"\| (.+) \| ([\d,]+) \| [\d.]+% \|", out)
+    return {f"64 rows, {name}, tok/s": float(speed.replace(",", "")) for name, speed in found}
+
+
 def decode(args: argparse.Namespace) -> dict[str, float]:
     out = run(
-        *("scripts/profile_step.py", *engine_options(args.shape), "--batch", "1", "8", "64", "--context", "192"),
+        *("scripts/profile_step.py", *engine_options(args), "--batch", "1", "8", "64", "--context", "192"),
         "--enforce-eager",
     )
     (args.out / f"profile-{args.shape}.md").write_text(out)
     found = re.findall(r"### decode, batch (\d+), .*?: ([\d.]+) ms/step", out)
     return {f"decode batch {batch}, ms": float(ms) for batch, ms in found}
+
+
+PARTS = {"server": serve, "offline": offline, "structured": structured, "decode": decode}
 
 
 def table(shape: str, figures: dict[str, float]) -> str:

@@ -1,7 +1,8 @@
 """What a JSON schema costs: output tokens/s of a batch with and without, in turn, in one engine. Prints Markdown.
 
-    python scripts/bench_structured.py --model scripts/shapes/llama-8b --load-format dummy
-        --tokenizer tests/goldens/vocab/llama-bpe.gguf [--batch 64] [any option of `jaxserve serve` for the engine]
+    python scripts/made_tokenizer.py scripts/shapes/llama-8b/config.json /tmp/tokenizer
+    python scripts/bench_structured.py --model scripts/shapes/llama-8b --load-format dummy --tokenizer /tmp/tokenizer
+        [--batch 64] [any option of `jaxserve serve` for the engine]
 
 Each answer is cut at --output-len tokens: the schema asks for texts longer than that.
 """
@@ -44,7 +45,9 @@ def main() -> None:
     found: dict[str, list[float]] = {name: [] for name in kinds}
     for repeat in range(args.repeats + 1):  # the first round is not counted
         for name, structured in kinds.items():
-            sampling: dict[str, Any] = {"temperature": 0.7, "top_k": 20, "top_p": 0.8} if "top_k" in name else {"temperature": 0.7}
+            sampling: dict[str, Any] = (
+                {"temperature": 0.7, "top_k": 20, "top_p": 0.8} if "top_k" in name else {"temperature": 0.7}
+            )
             params = SamplingParams(
                 **sampling, max_tokens=args.output_len, ignore_eos=True, seed=repeat, structured_outputs=structured
             )
