@@ -1,6 +1,6 @@
 """The table of docs/benchmarks.md on one GPU: random weights, 512 tokens in, 256 out, greedy. Prints Markdown.
 
-    python scripts/bench_gpu.py SHAPE [--parts server offline structured decode] [--out DIR]      SHAPE: llama-8b qwen-1.5b
+    python scripts/bench_gpu.py llama-8b|qwen-1.5b [--parts server offline structured decode] [--out DIR]
 
 Parts; each takes minutes, and what an earlier call has left in DIR is printed along:
     server      `jaxserve serve` to the first 200 of /health, with an empty compile cache if it is the first part, and
