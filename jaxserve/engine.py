@@ -33,9 +33,14 @@ log = logging.getLogger(__name__)
 
 COMPILE_WAIT_S = 0.005  # an engine with nothing else to do looks this often whether a grammar is ready
 
-DEFAULTS = {  # of options left open, by platform
+DEFAULTS: dict[str, dict[str, Any]] = {  # of options left open, by platform
     "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 160, "dtype": "float32"},
-    "gpu": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "dtype": "bfloat16"},
+    "gpu": {
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "max_num_mixed_tokens": 2048,
+        "dtype": "bfloat16",
+    },  # fmt: skip
     "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "dtype": "bfloat16"},
 }
 
@@ -108,6 +113,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_model_len=self.info.max_model_len,
             max_prefill_tokens=max(b.prefill_tokens for b in buckets),
+            max_mixed_tokens=choices["max_num_mixed_tokens"],
             max_prefill_rows=max(b.prefill_rows for b in buckets),
             max_queue_len=config.max_queue_len,
             policy=config.scheduling_policy,
@@ -380,7 +386,10 @@ def _resolve_choices(config: EngineConfig, platform: str) -> dict[str, Any]:
             f"--max-num-batched-tokens must be at least max_num_seqs + 16 = {max_num_seqs + 16}, got {budget}",
             param="max_num_batched_tokens",
         )
-    return {"dtype": dtype, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
+    mixed = config.max_num_mixed_tokens or defaults.get("max_num_mixed_tokens", budget)
+    return {
+        "dtype": dtype, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_num_mixed_tokens": mixed,
+    }  # fmt: skip
 
 
 def _check_max_model_len(wanted: int | str | None, longest: int) -> None:

@@ -38,6 +38,7 @@ class Scheduler:
     num_pages           pages of the device's pool, trash page 0 included
     max_num_seqs        slots: sequences that run together, and so decode rows of one step, at most
     max_prefill_tokens  tokens in the prefill region of one step (decode rows do not count)
+    max_mixed_tokens    the same of a step in which a sequence decodes
     max_prefill_rows    chunks in the prefill region of one step
     max_queue_len       requests that wait; a further one is refused, also while 16 times as many sequences wait
     policy              "fcfs", or "priority": lowest Request.priority first, then earliest arrival
@@ -46,14 +47,16 @@ class Scheduler:
 
     def __init__(
         self, *, num_pages: int, page_size: int, max_num_seqs: int, max_model_len: int, max_prefill_tokens: int,
-        max_prefill_rows: int | None = None, max_queue_len: int = 1024, policy: str = "fcfs",
-        prefix_caching: bool = True, checks: bool = False,
+        max_mixed_tokens: int | None = None, max_prefill_rows: int | None = None, max_queue_len: int = 1024,
+        policy: str = "fcfs", prefix_caching: bool = True, checks: bool = False,
     ):  # fmt: skip
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be fcfs or priority, got {policy!r}")
         self.page_size, self.max_model_len = page_size, max_model_len
         self.max_num_seqs, self.max_queue_len = max_num_seqs, max_queue_len
         self.max_prefill_tokens = max_prefill_tokens
+        self.max_mixed_tokens = min(max_mixed_tokens or max_prefill_tokens, max_prefill_tokens)
+        self._prefill_budget = max_prefill_tokens  # of the step that is being planned
         self.max_prefill_rows = max_prefill_rows or max_num_seqs
         self.policy, self.checks = policy, checks
         self.pool = PagePool(num_pages, page_size)
@@ -178,6 +181,8 @@ class Scheduler:
         self._preempted = False
         self._forkable = []
         self._drain_last_rows()
+        decoding = any(seq.pending for seq in self.running)
+        self._prefill_budget = self.max_mixed_tokens if decoding else self.max_prefill_tokens
         reserved = self._plan_running(plan)
         if not self._preempted:
             self._admit(plan, reserved)
@@ -244,7 +249,7 @@ class Scheduler:
             return count
         if len(plan.prefill) == self.max_prefill_rows:
             return 0
-        return min(count, self.max_prefill_tokens - sum(plan.prefill.counts))
+        return min(count, self._prefill_budget - sum(plan.prefill.counts))
 
     def _is_decode(self, seq: Sequence, remaining: int) -> bool:
         # Logprobs of prompt tokens are only made in the prefill region.

@@ -65,6 +65,16 @@ def test_decode_rows_do_not_compete_with_chunks():
     assert (plan.prefill.starts, plan.prefill.counts, plan.prefill.samples) == ([18], [2], [True])
 
 
+def test_chunks_are_smaller_while_others_decode():
+    loop = Loop(make_scheduler(max_prefill_tokens=12, max_mixed_tokens=3))
+    loop.scheduler.add(make_request("a", LONG, stop_ids=[], max_tokens=4))
+    assert [planned(loop).prefill.counts for _ in range(2)] == [[12], [8]]  # nobody is kept waiting
+    loop.scheduler.add(make_request("b", LONG[::-1]))
+    plans = [planned(loop) for _ in range(4)]
+    assert [names(plan.decode) for plan in plans] == [["a/0"]] * 3 + [[]]
+    assert [plan.prefill.counts for plan in plans] == [[3], [3], [3], [11]]
+
+
 def test_a_chunk_that_leaves_one_token_ends_in_the_decode_region():
     loop = Loop(make_scheduler(max_prefill_tokens=4))
     loop.scheduler.add(make_request("a", [1, 2, 3, 4, 5]))
