@@ -36,7 +36,7 @@ from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.control import Command
 from jaxserve.errors import ConfigError, EngineDead, EngineError, ErrorInfo, JaxserveError
 from jaxserve.frontend import Frontend
-from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta
+from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta, join
 from jaxserve.tokenizer import Vocabulary
 
 log = logging.getLogger(__name__)
@@ -243,20 +243,28 @@ class SocketClient:
 
 
 class _Stream(AsyncIterator[SequenceDelta]):
-    """The deltas of one request. Closing it early cancels what is left, whether or not it was ever iterated."""
+    """The deltas of one request. Closing it early cancels what is left, whether or not it was ever iterated.
+
+    Of a sequence whose reader has fallen behind, what waits comes as one delta: so it catches up.
+    """
 
     def __init__(self, client: SocketClient, request: Request, queue: asyncio.Queue):
         self._client, self._request_id, self._queue = client, request.request_id, queue
+        self._next: SequenceDelta | JaxserveError | None = None  # taken out of the queue and not joined
         self._unfinished = request.params.n
 
     async def __anext__(self) -> SequenceDelta:
         if not self._unfinished:
             self._client.forget(self._request_id, cancel=False)
             raise StopAsyncIteration
-        delta = await self._queue.get()
+        delta, self._next = self._next or await self._queue.get(), None
         if isinstance(delta, JaxserveError):
             await self.aclose()
             raise delta
+        while self._next is None and not self._queue.empty():
+            following = self._queue.get_nowait()
+            if isinstance(following, JaxserveError) or not join(delta, following):
+                self._next = following
         self._unfinished -= delta.finish_reason is not None
         return delta
 

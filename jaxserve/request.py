@@ -343,6 +343,24 @@ class SequenceDelta:
     error: ErrorInfo | None = None
 
 
+def join(delta: SequenceDelta, following: SequenceDelta) -> bool:
+    """Adds to a delta with tokens the next one of its request, if that only brings more tokens of the same sequence."""
+    if (
+        following.index != delta.index
+        or not (delta.token_ids and following.token_ids)
+        or delta.finish_reason
+        or following.prompt_logprobs
+        or following.error
+        or (delta.logprobs is None) != (following.logprobs is None)
+    ):
+        return False
+    delta.token_ids += following.token_ids
+    if delta.logprobs is not None and following.logprobs is not None:
+        delta.logprobs += following.logprobs
+    delta.finish_reason, delta.stop_reason = following.finish_reason, following.stop_reason
+    return True
+
+
 @dataclass(slots=True)
 class Logprob:
     logprob: float

@@ -133,3 +133,25 @@ async def test_an_engine_that_hangs_is_not_healthy_until_it_speaks_again(tmp_pat
                 await asyncio.sleep(0.01)
     said = ["has said nothing for", "answers again"]
     assert [word for word in said if word in caplog.text] == ([] if compiles_later else said)
+
+
+async def test_a_reader_that_has_fallen_behind_gets_what_waits_at_once():
+    request = Request("r", [1], SamplingParams(n=2, max_tokens=9))
+    queue: asyncio.Queue = asyncio.Queue()
+    for delta in (
+        SequenceDelta("r", 0, [1], queue_s=0.5),
+        SequenceDelta("r", 0, [2]),
+        SequenceDelta("r", 1, [3]),  # another sequence
+        SequenceDelta("r", 0, [4]),
+        SequenceDelta("r", 0, [5], finish_reason="stop", stop_reason=5),
+        SequenceDelta("r", 1, [6]),
+        SequenceDelta("r", 1, finish_reason="abort"),  # no token
+    ):
+        queue.put_nowait(delta)
+    stream = engine_process._Stream(SocketClient.__new__(SocketClient), request, queue)
+    got = [await anext(stream) for _ in range(5)]
+    assert [(d.index, d.token_ids, d.finish_reason, d.stop_reason) for d in got] == [
+        (0, [1, 2], None, None), (1, [3], None, None), (0, [4, 5], "stop", 5), (1, [6], None, None),
+        (1, [], "abort", None),
+    ]  # fmt: skip
+    assert got[0].queue_s == 0.5
