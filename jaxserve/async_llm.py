@@ -4,16 +4,17 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, offline_config
+from jaxserve.control import Command, Pause, ResetPrefixCache, Resume, Sleep, WakeUp
 from jaxserve.engine_process import EngineProcess, SocketClient, start_engine
 from jaxserve.errors import EngineDead, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
-from jaxserve.request import RequestOutput, SamplingParams, short
+from jaxserve.request import EngineStats, RequestOutput, SamplingParams, short
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -125,6 +126,45 @@ class AsyncLLM:
         client, _ = await self._started()
         if not client.healthy():
             raise EngineDead("the engine process has ended")
+
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> None:
+        """Starts no new request until resume(); returns when none runs any more that `mode` lets finish.
+
+        mode: of those accepted before: "abort" ends them, "wait" lets them finish, "keep" freezes them as they are.
+        """
+        await self._control(Pause(mode, clear_cache))
+
+    async def resume(self) -> None:
+        """Ends a pause: what waited goes on."""
+        await self._control(Resume())
+
+    async def is_paused(self) -> bool:
+        client, _ = await self._started()
+        return client.stats.paused
+
+    async def sleep(self, level: int = 1, mode: Literal["abort", "wait"] = "abort") -> None:
+        """Frees the device's memory until wake_up(). Weights go to host memory (1), or are dropped (2).
+
+        mode: requests end with finish_reason "abort", or are finished first. New ones are refused with EngineAsleep.
+        """
+        await self._control(Sleep(level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes the device's memory again: of both "weights" and "kv_cache", or of one. Level 2: loads the weights."""
+        await self._control(WakeUp() if tags is None else WakeUp(tuple(tags)))  # type: ignore[arg-type]
+
+    async def is_sleeping(self) -> bool:
+        """Whether the engine is asleep, or not all of it is back."""
+        client, _ = await self._started()
+        return client.stats.sleep_level > 0
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets all cached pages: the next prompts are computed anew."""
+        await self._control(ResetPrefixCache())
+
+    async def _control(self, command: Command) -> EngineStats:
+        client, _ = await self._started()
+        return await client.control(command)
 
     async def get_tokenizer(self) -> Tokenizer:
         _, frontend = await self._started()

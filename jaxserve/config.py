@@ -100,6 +100,12 @@ class EngineConfig:
     revision: str | None = option(None, "branch, tag or commit of the Hugging Face repo", group="model")
     tokenizer: str | None = option(None, "repo id or directory of the tokenizer, if not the model's own", group="model")
     chat_template: str | None = option(None, "file with a Jinja chat template, if not the model's own", group="model")
+    reasoning_parser: str = option(
+        "auto",
+        "how the model writes its reasoning; auto: what its chat template shows, if that is clear",
+        group="model",
+        choices=(*AUTO_OR_NONE, *REASONING_PARSERS),
+    )
     generation_config: str = option(
         "auto",
         "default sampling values; auto: the model's generation_config.json; none: jaxserve's own; or a directory",
@@ -206,12 +212,6 @@ class ServeConfig(EngineConfig):
         "how the model writes tool calls; auto: what its chat template shows, if that is clear",
         group="HTTP server",
         choices=(*AUTO_OR_NONE, *TOOL_CALL_PARSERS),
-    )
-    reasoning_parser: str = option(
-        "auto",
-        "how the model writes its reasoning; auto: what its chat template shows, if that is clear",
-        group="HTTP server",
-        choices=(*AUTO_OR_NONE, *REASONING_PARSERS),
     )
     allowed_origins: list[str] = option(
         [],

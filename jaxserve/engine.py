@@ -280,14 +280,16 @@ class Engine:
 
     def _masks(self, plan: Plan) -> dict[int, np.ndarray]:
         """The ids that may follow, of each row that draws under a grammar."""
-        rows = [
-            (first + i, seq.grammar)
+        drawing = [
+            (first + i, seq)
             for first, region in ((0, plan.decode), (len(plan.decode), plan.prefill))
             for i, seq in enumerate(region.seqs)
-            if seq.grammar is not None and region.samples[i] and seq.finish_reason is None
+            if seq.request.grammar is not None and region.samples[i] and seq.finish_reason is None
         ]
+        rows = [(row, seq.grammar) for row, seq in drawing if seq.grammar is not None]
         masks = self.prepare_grammars().masks([grammar for _, grammar in rows])
-        return {row: mask for (row, _), mask in zip(rows, masks, strict=True)}
+        free = {row: np.full(masks.shape[1], -1, np.int32) for row, seq in drawing if seq.grammar is None}
+        return free | {row: mask for (row, _), mask in zip(rows, masks, strict=True)}
 
     def _commit(self, launched: Any) -> list[SequenceDelta]:
         results = self._runner.collect(launched)

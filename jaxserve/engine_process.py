@@ -36,6 +36,7 @@ from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.control import Command
 from jaxserve.errors import ConfigError, EngineDead, EngineError, ErrorInfo, JaxserveError
 from jaxserve.frontend import Frontend
+from jaxserve.parsers import thinking_limiter
 from jaxserve.request import EngineInfo, EngineStats, Request, SequenceDelta, join
 from jaxserve.tokenizer import Vocabulary
 
@@ -347,7 +348,9 @@ async def start_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[En
     try:
         tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
         await engine.ready()
-        frontend = Frontend(tokenizer, engine.client.info, defaults)
+        frontend = Frontend(
+            tokenizer, engine.client.info, defaults, thinking_limiter(tokenizer, config.reasoning_parser)
+        )
         await engine.client.use_vocabulary(frontend.vocabulary())
         return engine, frontend
     except BaseException:

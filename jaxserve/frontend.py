@@ -9,7 +9,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, cast
@@ -45,6 +45,9 @@ DEFAULTS_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_pen
 MIN_LOGPROB = -9999.0  # what is sent for minus infinity, which JSON cannot say
 
 Prompt = str | Sequence[int] | Mapping[str, Any]  # as the offline API takes one
+# End of a prompt, tokens of reasoning, ids that end an output, what the answer must match -> a grammar of it all, and
+# whether that is the grammar of the reasoning only.
+LimitThinking = Callable[[str, int, Sequence[int], str | None], tuple[str | None, bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,18 @@ class Truncation:
 class Frontend:
     """Turns what clients ask for into Requests. One per process; holds no state of requests."""
 
-    def __init__(self, tokenizer: Tokenizer, info: EngineInfo, defaults: Mapping[str, Any] | None = None):
-        """`defaults`: the model's generation_config.json, or {} to do without. Raises ConfigError if it is bad."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        info: EngineInfo,
+        defaults: Mapping[str, Any] | None = None,
+        limit_thinking: LimitThinking | None = None,
+    ):
+        """`defaults`: the model's generation_config.json, or {} to do without. Raises ConfigError if it is bad.
+
+        limit_thinking: what SamplingParams.thinking_token_budget needs; chats over HTTP bring a grammar of their own.
+        """
+        self._limit_thinking = limit_thinking
         self.tokenizer = tokenizer
         self.info = info
         defaults = {name: value for name, value in (defaults or {}).items() if value is not None}
@@ -145,6 +158,7 @@ class Frontend:
         prompt_field: str = "prompt",
         max_tokens_field: str | None = "max_tokens",
         grammar: str | None = None,
+        free_after_grammar: bool = False,
         structured_field: str = "structured_outputs",
         truncation: Truncation | None = None,
         suffix: str | None = None,
@@ -152,6 +166,8 @@ class Frontend:
         """Tokenises, checks and resolves. Raises RequestError naming field, limit and value.
 
         grammar: of llguidance, known to be good (structured.check_grammar); params.structured_outputs makes one, too.
+
+        free_after_grammar: the grammar is that of the output's beginning, and the rest may be anything.
 
         suffix: the text after the output, for models that fill in the middle.
 
@@ -182,6 +198,14 @@ class Frontend:
         stop_ids = self._stop_ids(params, ends)
         self._check_something_remains(params, stop_ids, bad_words_ids)
         ids = self.prompt_ids(prompt, add_special_tokens=add_special_tokens, field=prompt_field)
+        if (budget := params.thinking_token_budget) is not None:
+            if self._limit_thinking is None:
+                message = "thinking_token_budget needs a conversation, or a prompt given to LLM or AsyncLLM"
+                raise RequestError(message, param="thinking_token_budget")
+            end = self.tokenizer.decode(ids[-50:], skip_special_tokens=False)
+            grammar, free_after_grammar = self._limit_thinking(
+                end, min(budget, self.info.max_model_len), self.eos_ids, grammar
+            )
         return Request(
             request_id=request_id,
             prompt_token_ids=ids,
@@ -191,6 +215,7 @@ class Frontend:
             bad_words_ids=bad_words_ids,
             seed=params.seed,
             grammar=grammar,
+            free_after_grammar=free_after_grammar,
             priority=priority,
             arrival_s=arrival_s,
             deadline_s=arrival_s + timeout_s if timeout_s else None,

@@ -19,7 +19,7 @@ from jaxserve.control import Sleep, WakeUp
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineError, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
-from jaxserve.parsers import check_tools
+from jaxserve.parsers import check_tools, thinking_limiter
 from jaxserve.request import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
@@ -49,7 +49,9 @@ class LLM:
         checkpoint = Checkpoint.open(config)
         tokenizer, defaults = checkpoint.load_tokenizer(config), checkpoint.sampling_defaults(config)
         self._engine = Engine(config, checkpoint)
-        self._frontend = Frontend(tokenizer, self._engine.info, defaults)
+        self._frontend = Frontend(
+            tokenizer, self._engine.info, defaults, thinking_limiter(tokenizer, config.reasoning_parser)
+        )
         self._engine.use_vocabulary(self._frontend.vocabulary)
         self._ids = itertools.count()
         self._open: dict[str, OutputBuilder] = {}  # by request id: those that the engine has not finished

@@ -142,6 +142,9 @@ class SamplingParams:
     prompt_logprobs: int | None = knob(None, "candidates per prompt token", ge=0, le=MAX_LOGPROBS)
     detokenize: bool = knob(True, "produce text, not only token ids", http=False)
     skip_special_tokens: bool = knob(True, "leave special tokens out of the text")
+    thinking_token_budget: int | None = knob(
+        None, "tokens of reasoning at most, after which the answer must begin; 0: no reasoning", ge=0, http=False
+    )
     structured_outputs: StructuredOutputsParams | None = knob(None, "what the output must be", http=False)
     output_kind: RequestOutputKind = knob(
         RequestOutputKind.CUMULATIVE, "what each output of a stream holds", http=False
@@ -304,6 +307,7 @@ class Request:
     bad_words_ids: list[list[int]] = field(default_factory=list)
     seed: int | None = None  # None: drawn by the engine
     grammar: str | None = None  # of llguidance: what the output must match
+    free_after_grammar: bool = False  # only its beginning must: once that is complete, the rest may be anything
     pooling: str | None = None  # "last" or "mean": the prompt's hidden states are wanted, and no tokens
     priority: int = 0  # lower first, under --scheduling-policy priority
     arrival_s: float = 0.0  # time.monotonic()

@@ -491,10 +491,12 @@ class Scheduler:
             self._finish(seq, "stop", token if by_id else None)
         elif seq.grammar is not None and not seq.grammar.accept(token):
             self._finish(seq, "error")
-        elif seq.grammar is not None and seq.grammar.complete:
+        elif seq.grammar is not None and seq.grammar.complete and not seq.request.free_after_grammar:
             self._finish(seq, "stop")
         elif num_tokens >= seq.limit:
             self._finish(seq, "length")
+        elif seq.grammar is not None and seq.grammar.complete:
+            seq.grammar = None
         return seq.status is not Status.FINISHED
 
     def _jump(self, seq: Sequence, grammar: GrammarState) -> list[int]:

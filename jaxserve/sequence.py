@@ -39,7 +39,7 @@ class Sequence:
     prompt_len: int
     limit: int  # num_tokens at which it ends with "length"
     stop_ids: frozenset[int]
-    grammar: GrammarState | None = None  # after token_ids; what is pending is not in it yet
+    grammar: GrammarState | None = None  # after token_ids, without what is pending; None: all is allowed
     status: Status = Status.WAITING
     slot: int = -1
     pages: list[int] = field(default_factory=list)

@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from jaxserve import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, EngineDead, QueueFull, RequestError
+from jaxserve.errors import ConfigError, EngineAsleep, EngineDead, QueueFull, RequestError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TOKENIZER = str(Path(__file__).parent / "goldens" / "vocab" / "smollm.gguf")
@@ -182,6 +182,46 @@ async def test_health_and_tokenizer(llm):
     await llm.check_health()
     tokenizer = await llm.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
+
+
+async def test_a_pause_holds_what_comes_and_freezes_or_ends_what_runs(llm):
+    alone = (await collect(llm.generate([5, 6, 7], params())))[-1].outputs
+    frozen = llm.generate([5, 6, 7], LONG)
+    await anext(frozen)
+    await llm.pause("keep", clear_cache=False)
+    assert await llm.is_paused() and not await llm.is_sleeping()
+    held = asyncio.create_task(collect(llm.generate([5, 6, 7], params())))
+    await asyncio.sleep(0.2)
+    assert not held.done()
+    await llm.resume()
+    assert not await llm.is_paused()
+    assert (await held)[-1].outputs == alone
+    await llm.pause()
+    assert (await collect(frozen))[-1].outputs[0].finish_reason == "abort"
+    await llm.resume()
+    with pytest.raises(RequestError, match="mode must be"):
+        await llm.pause("soon")
+    await rests(llm)
+
+
+async def test_it_sleeps_and_says_the_same_after_that(llm):
+    prompt = list(range(5, 60))
+    alone = (await collect(llm.generate(prompt, params())))[-1].outputs
+    assert (await collect(llm.generate(prompt, params())))[-1].num_cached_tokens > 0
+    await llm.reset_prefix_cache()
+    assert (await collect(llm.generate(prompt, params())))[-1].num_cached_tokens == 0
+    for level in (1, 2):
+        await llm.sleep(level)
+        assert await llm.is_sleeping()
+        with pytest.raises(EngineAsleep):
+            await collect(llm.generate(prompt, params()))
+        await llm.wake_up(["weights"])
+        assert await llm.is_sleeping(), "not all of it is back"
+        await llm.wake_up()
+        assert not await llm.is_sleeping()
+        assert (await collect(llm.generate(prompt, params())))[-1].outputs == alone
+    with pytest.raises(RequestError, match="level must be"):
+        await llm.sleep(3)
 
 
 # ------------------------------------------------------------------------------------------------ start and end

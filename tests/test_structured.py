@@ -12,6 +12,8 @@ from jaxserve.errors import RequestError
 from jaxserve.gguf_file import GGUFFile
 from jaxserve.gguf_tokenizer import tokenizer_from_gguf
 from jaxserve.grammar import JUMP_FROM, GrammarCompiler
+from jaxserve.parsers import REASONING_FORMATS, thinking_limiter
+from jaxserve.parsers.reasoning import Thinking
 from jaxserve.structured import MAX_GRAMMAR_CHARS, compile_grammar, from_request
 from jaxserve.tokenizer import Vocabulary
 
@@ -288,3 +290,65 @@ def test_a_bad_grammar_computes_nothing(llm):
     with pytest.raises(RequestError, match="regex is bad"):
         llm.generate(["a", "b"], [FREE, params(regex="(")], use_tqdm=False)
     assert llm.get_metrics().prompt_tokens == before
+
+
+# ---- a budget of reasoning
+
+
+@pytest.fixture
+def thinker(llm, monkeypatch) -> LLM:
+    """The same model, that always reasons: up to <|im_start|>."""
+    monkeypatch.setitem(REASONING_FORMATS, "qwen3", Thinking(("<|bos|>",), ("<|im_start|>",), always=True))
+    monkeypatch.setattr(llm._frontend, "_limit_thinking", thinking_limiter(llm.get_tokenizer(), "qwen3"))
+    return llm
+
+
+def thought_of(llm: LLM, token_ids: list[int]) -> int | None:
+    """Tokens before the end of the reasoning; None: it goes on."""
+    begin, end = map(llm.get_tokenizer().added_token_id, ("<|bos|>", "<|im_start|>"))
+    before = token_ids[: token_ids.index(end)] if end in token_ids else None
+    return None if before is None else len(before) - (before[:1] == [begin])
+
+
+@pytest.mark.parametrize("more", [{}, {"logprobs": 1}, {"presence_penalty": 0.5}, {"n": 3}])
+def test_reasoning_keeps_its_budget_in_a_mixed_batch(thinker, more):
+    """With more sequences than slots and a pool that preempts: the same tokens as each alone."""
+    budgets = [0, 1, 7, 30, 100, None, 5, 64]
+    base = {"temperature": 1.0, "seed": 7, "max_tokens": 120, "ignore_eos": True, **more}
+    wanted = [SamplingParams(**base, thinking_token_budget=budget) for budget in budgets]
+    prompts = [f"The same long beginning of a prompt, number {i}:" for i in range(len(wanted))]
+    before = thinker.get_metrics()
+    together = thinker.generate(prompts, wanted, use_tqdm=False)
+    after = thinker.get_metrics()
+    assert after.preemptions > before.preemptions and after.compiles_after_warmup == 0
+    for prompt, given, out in zip(prompts, wanted, together, strict=True):
+        budget = given.thinking_token_budget
+        for one in out.outputs:
+            assert len(one.token_ids) == 120 and one.finish_reason == "length", "the answer goes on"
+            thought = thought_of(thinker, one.token_ids)
+            assert budget is None or thought is not None and thought <= budget
+            assert one.logprobs is None or len(one.logprobs) == 120
+        alone = thinker.generate([prompt], given, use_tqdm=False)[0]  # also a prefix hit
+        assert [one.token_ids for one in alone.outputs] == [one.token_ids for one in out.outputs]
+    thoughts = [thought_of(thinker, out.outputs[0].token_ids) for out in together]
+    assert thoughts[:3] == [0, 1, 7], "it is used up: a random model does not end on its own so soon"
+
+
+def test_a_form_begins_after_the_reasoning(thinker):
+    wanted = params(choice=["yes", "no"])
+    wanted.thinking_token_budget, wanted.skip_special_tokens = 4, False
+    (output,) = thinker.generate(["Is it?"], wanted, use_tqdm=False)[0].outputs
+    assert output.finish_reason == "stop" and re.search("<\\|im_start\\|>\\s{0,4}(yes|no)$", output.text)
+    assert thought_of(thinker, output.token_ids) in range(5)
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, True, "5"])
+def test_a_bad_budget_is_refused(budget):
+    with pytest.raises(RequestError, match="thinking_token_budget must be") as caught:
+        SamplingParams(thinking_token_budget=budget)
+    assert caught.value.param == "thinking_token_budget"
+
+
+def test_a_budget_needs_a_model_that_is_known_to_reason(llm):
+    with pytest.raises(RequestError, match="thinking_token_budget.*--reasoning-parser"):
+        llm.generate(["a"], SamplingParams(thinking_token_budget=5), use_tqdm=False)

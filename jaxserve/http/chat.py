@@ -88,6 +88,7 @@ def _make_request(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         template_kwargs=body.chat_template_kwargs,
+        thinking_token_budget=body.thinking_token_budget,
         answer_grammar=compile_grammar(wanted, body.structured_field) if wanted else None,
     )
     request = server.frontend.make_request(
@@ -101,6 +102,7 @@ def _make_request(
         prompt_field="messages",
         max_tokens_field=max_tokens_field,
         grammar=conversation.grammar,
+        free_after_grammar=conversation.free_after_grammar,
         truncation=body.truncation(server.frontend.info.max_model_len),
     )
     return Made(request, conversation)

@@ -16,12 +16,15 @@ from jaxserve.http.state import Server
 from jaxserve.parsers import (
     MessageDelta,
     MessageParser,
+    ThinkingBudget,
     ToolChoice,
+    check_budget,
     check_tool_choice,
     check_tools,
     make_grammar,
     make_parser,
     schema_grammar,
+    thinking_grammar,
 )
 from jaxserve.structured import check_grammar
 
@@ -32,6 +35,7 @@ class Conversation:
 
     prompt: str
     grammar: str | None  # that the answer must match
+    free_after_grammar: bool  # only its beginning must
     shown_ids: frozenset[int]  # special tokens that the parser reads: for Frontend.text
     parser: Callable[[], MessageParser]  # makes one per sequence
 
@@ -48,10 +52,13 @@ def prepare(
     continue_final_message: bool = False,
     template_kwargs: dict[str, Any] | None = None,
     answer_grammar: str | None = None,
+    thinking_token_budget: int | None = None,
 ) -> Conversation:
     """Checks everything and renders the prompt. Raises RequestError.
 
     answer_grammar: that the text must match; it begins after the reasoning, and tools may be called instead.
+
+    thinking_token_budget: the most tokens of the reasoning.
     """
     choice = _choice(server, tools, tool_choice)
     tokenizer, formats = server.frontend.tokenizer, server.formats
@@ -70,14 +77,26 @@ def prepare(
         "continued": _text_of(messages[-1]) if continue_final_message else None,
         "parallel": parallel_tool_calls,
     }
-    grammar = make_grammar(formats, choice, token_id=tokenizer.added_token_id, answer=answer_grammar, **options)
+    budget = None
+    if thinking_token_budget is not None:
+        tokens = min(thinking_token_budget, server.frontend.info.max_model_len)
+        budget = ThinkingBudget(tokens, tuple(server.frontend.eos_ids))
+        check_budget(formats)
+    token_id = tokenizer.added_token_id
+    grammar = make_grammar(formats, choice, token_id=token_id, answer=answer_grammar, budget=budget, **options)
+    free_after_grammar = grammar is None and budget is not None
+    if grammar is None and budget is not None:
+        place = {name: options[name] for name in ("prompt", "continued")}
+        grammar = thinking_grammar(formats, budget, token_id=token_id, **place)
     if grammar is not None and choice.tools:
         _check_schemas(choice, tools)
         check_grammar(grammar, "tools")
     markers = formats.markers(with_tools=bool(choice.tools))
     ids = {tokenizer.added_token_id(marker) for marker in markers}
     shown_ids = frozenset(i for i in ids if i is not None)
-    return Conversation(prompt, grammar, shown_ids, partial(make_parser, formats, choice, **options))
+    return Conversation(
+        prompt, grammar, free_after_grammar, shown_ids, partial(make_parser, formats, choice, **options)
+    )
 
 
 def _choice(server: Server, tools: Any, tool_choice: Any) -> ToolChoice:

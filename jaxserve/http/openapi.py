@@ -89,6 +89,7 @@ def facts_of(server: Server) -> Facts:
         max_model_len=info.max_model_len,
         hidden_size=info.hidden_size,
         matryoshka=info.matryoshka,
+        limits_thinking=server.formats.limits_thinking(frontend.tokenizer.added_token_id),
         has_priorities=info.scheduling_policy == "priority",
         keeps_responses=server.responses.size > 0,
         ignore_unknown=server.config.ignore_unknown_fields,

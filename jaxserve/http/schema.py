@@ -130,6 +130,7 @@ class Facts(NamedTuple):
     keeps_responses: bool
     hidden_size: int
     matryoshka: bool
+    limits_thinking: bool
     ignore_unknown: bool
     defaults: Mapping[str, Any]  # of sampling fields, from the model
 
@@ -404,6 +405,12 @@ class ChatBody(GenerateBody, TemplateBody):
         None, "how much the model reasons, if its template knows of it", schema={"enum": [*EFFORTS, None]}
     )
     include_reasoning: bool = knob(True, "send the reasoning, and its tokens")
+    thinking_token_budget: int | None = knob(
+        None,
+        "tokens of reasoning at most, after which the answer must begin; 0: no reasoning",
+        ge=0,
+        schema=lambda facts: {"type": ["integer", "null"], "minimum": 0} if facts.limits_thinking else {"type": "null"},
+    )
 
 
 @dataclass(kw_only=True)

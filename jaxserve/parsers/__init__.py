@@ -12,7 +12,15 @@ One file per kind of format: tool_formats.py (JSON), qwen3_coder.py, pythonic.py
 from jaxserve.parsers.formats import REASONING_FORMATS, TOOL_FORMATS, Formats, find_formats
 from jaxserve.parsers.grammar import schema_grammar
 from jaxserve.parsers.message import MessageDelta, ToolCallDelta
-from jaxserve.parsers.message_parser import MessageParser, make_grammar, make_parser
+from jaxserve.parsers.message_parser import (
+    MessageParser,
+    check_budget,
+    make_grammar,
+    make_parser,
+    thinking_grammar,
+    thinking_limiter,
+)
+from jaxserve.parsers.reasoning import ThinkingBudget
 from jaxserve.parsers.tools import (
     MAX_TOOLS,
     Tool,
@@ -25,7 +33,8 @@ from jaxserve.parsers.tools import (
 )
 
 __all__ = [
-    "MAX_TOOLS", "REASONING_FORMATS", "TOOL_FORMATS", "Formats", "MessageDelta", "MessageParser", "Tool",
-    "ToolCallDelta", "ToolChoice", "check_tool_choice", "check_tools", "find_formats", "function_schema",
-    "make_grammar", "make_parser", "schema_grammar", "tool_choice_schema", "tools_schema",
+    "MAX_TOOLS", "REASONING_FORMATS", "TOOL_FORMATS", "Formats", "MessageDelta", "MessageParser", "ThinkingBudget",
+    "Tool", "ToolCallDelta", "ToolChoice", "check_budget", "check_tool_choice", "check_tools", "find_formats",
+    "function_schema", "make_grammar", "make_parser", "schema_grammar", "thinking_grammar", "thinking_limiter",
+    "tool_choice_schema", "tools_schema",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
 """The formats by name, and which of them a chat template speaks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxserve.parsers.harmony import HARMONY
@@ -72,6 +73,10 @@ class Formats:
     def reasons(self) -> bool:
         """Whether reasoning is told from the answer."""
         return self.harmony or self.reasoning is not None
+
+    def limits_thinking(self, token_id: Callable[[str], int | None]) -> bool:
+        """Whether a ThinkingBudget can be kept. `token_id`: of a marker that is a token of its own."""
+        return self.reasoning is not None and None not in map(token_id, self.reasoning.markers)
 
     def markers(self, *, with_tools: bool) -> frozenset[str]:
         """Texts that must be read also where they are special tokens; those of calls only where tools may be called."""

@@ -8,6 +8,7 @@ Each format says how a call looks (`ToolFormat.call_grammar`); here this becomes
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ class Lark:
         """`token_id`: of a marker that is one token of its own."""
         self._token_id = token_id
         self._rules: list[str] = []
+        self._no_text = ""
 
     def text(self, literal: str) -> str:
         return json.dumps(literal, ensure_ascii=False)
@@ -34,6 +36,16 @@ class Lark:
         """A marker, as its token or letter by letter: special tokens never match letters."""
         token_id = self._token_id(marker)
         return self.text(marker) if token_id is None else f"({self.text(marker)} | <[{token_id}]>)"
+
+    def token_ids(self, markers: Sequence[str]) -> list[int] | None:
+        """Of markers that all are tokens of their own."""
+        ids = [i for i in map(self._token_id, markers) if i is not None]
+        return ids if len(ids) == len(markers) else None
+
+    def forbid_text(self, markers: Sequence[str]) -> None:
+        """No TEXT may begin with one of the markers."""
+        marks = "|".join(map(_escaped, markers))
+        self._no_text = f" & ~/[ \\n]*({marks})(.|\\n)*/"
 
     def until(self, marker: str) -> str:
         """Any text, up to and with the first `marker`."""
@@ -68,8 +80,13 @@ class Lark:
         return self.rule(" | ".join(self.rule(body) for body in bodies))
 
     def grammar(self, start: str) -> str:
-        rules = [f"start: {start}", *self._rules, "TEXT: /(.|\\n)*/", "GAP: /[ \\n]{0,4}/"]
+        rules = [f"start: {start}", *self._rules, f"TEXT: /(.|\\n)*/{self._no_text}", "GAP: /[ \\n]{0,4}/"]
         return _MAIN + "\n".join(rules) + "\n"
+
+
+def _escaped(literal: str) -> str:
+    """For a regular expression between slashes."""
+    return re.escape(literal).replace("/", r"\/")
 
 
 def schema_grammar(schema: dict[str, Any]) -> str:

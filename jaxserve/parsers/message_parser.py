@@ -1,14 +1,17 @@
 """One answer: its text in pieces -> what each piece adds to the message; and the grammar that the text is held to."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from jaxserve.parsers.formats import Formats
+from jaxserve.errors import RequestError
+from jaxserve.parsers.formats import Formats, find_formats
 from jaxserve.parsers.grammar import Lark, loosened, with_answer
 from jaxserve.parsers.harmony import Harmony
 from jaxserve.parsers.message import Message, MessageDelta, call_id
 from jaxserve.parsers.reader import Reader, Steps
-from jaxserve.parsers.reasoning import Begun
+from jaxserve.parsers.reasoning import Begun, ThinkingBudget
 from jaxserve.parsers.tools import Tool, ToolChoice
+from jaxserve.tokenizer import Tokenizer
 
 
 class MessageParser:
@@ -83,11 +86,13 @@ def make_grammar(
     continued: str | None = None,
     parallel: bool = True,
     answer: str | None = None,
+    budget: ThinkingBudget | None = None,
 ) -> str | None:
     """The llguidance grammar of the answer; None if it may be anything.
 
     token_id   of a marker that is a token of its own
     answer     a grammar that the text after the reasoning must match, where no tool is called
+    budget     of the reasoning. Where the rest may be anything, it has a grammar of its own: thinking_grammar()
     """
     forced = choice.mode in ("required", "named")
     strict = choice.mode == "auto" and any(tool.strict for tool in choice.tools)
@@ -101,10 +106,55 @@ def make_grammar(
         start = _harmony(lark, choice, forced, answer)
     else:
         begun = _begun(formats, prompt, continued)
-        prefix = formats.reasoning.prefix(lark, begun) if formats.reasoning else ""
+        prefix = formats.reasoning.prefix(lark, begun, budget) if formats.reasoning else ""
         start = f"{prefix} {lark.rule(_body(formats, lark, choice, forced, many, answer))}"
     text = lark.grammar(start)
     return text if forced or answer is None else with_answer(text, answer)
+
+
+def thinking_limiter(
+    tokenizer: Tokenizer, reasoning_parser: str
+) -> Callable[[str, int, Sequence[int], str | None], tuple[str | None, bool]]:
+    """What Frontend keeps SamplingParams.thinking_token_budget with: see frontend.LimitThinking."""
+    formats = find_formats("none", reasoning_parser, tokenizer.template_for(tools=False))
+
+    def limit(prompt_end: str, tokens: int, ends: Sequence[int], answer: str | None) -> tuple[str | None, bool]:
+        budget = ThinkingBudget(tokens, tuple(ends))
+        options: dict[str, Any] = {"prompt": prompt_end, "token_id": tokenizer.added_token_id}
+        if answer is None:
+            return thinking_grammar(formats, budget, **options), True
+        check_budget(formats)
+        return make_grammar(formats, ToolChoice(), answer=answer, budget=budget, **options), False
+
+    return limit
+
+
+def thinking_grammar(
+    formats: Formats,
+    budget: ThinkingBudget,
+    *,
+    token_id: Callable[[str], int | None],
+    prompt: str,
+    continued: str | None = None,
+) -> str | None:
+    """The grammar of the reasoning, after which the answer may be anything; None if the prompt has ended it."""
+    check_budget(formats)
+    begun = _begun(formats, prompt, continued)
+    if formats.reasoning is None or begun is Begun.CLOSED:
+        return None
+    lark = Lark(token_id)
+    return lark.grammar(formats.reasoning.beginning(lark, begun, budget))
+
+
+def check_budget(formats: Formats) -> None:
+    """Raises RequestError if it is not known where the model's reasoning ends."""
+    if formats.reasoning is None:
+        message = (
+            "thinking_token_budget is not supported for this model's format of reasoning (openai)"
+            if formats.harmony
+            else "thinking_token_budget needs to know how the model writes its reasoning: set --reasoning-parser NAME"
+        )
+        raise RequestError(message, param="thinking_token_budget")
 
 
 def _harmony(lark: Lark, choice: ToolChoice, forced: bool, answer: str | None) -> str:

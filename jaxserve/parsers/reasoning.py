@@ -1,8 +1,10 @@
 """Reasoning before the answer: where it begins and ends, in the output and in the prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from jaxserve.errors import RequestError
 from jaxserve.parsers.grammar import Lark
 from jaxserve.parsers.message import SPACE, Message
 from jaxserve.parsers.reader import Reader, Steps
@@ -14,6 +16,17 @@ class Begun(Enum):
     NO = "nothing: the output may begin with reasoning"
     OPEN = "begun the reasoning: the output goes on with it"
     CLOSED = "ended the reasoning: the output is the answer"
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """The most tokens of an answer's reasoning, its marks aside; after that its end must follow. 0: no reasoning.
+
+    ends: ids that end an output, which none may do amid its reasoning
+    """
+
+    tokens: int
+    ends: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,12 +72,46 @@ class Thinking:
         if (yield from reader.until(*self.end, emit=message.reasoning)):
             message.end_reasoning(reader.position)
 
-    def prefix(self, lark: Lark, begun: Begun) -> str:
-        """The part of a grammar that lets the reasoning pass."""
+    def prefix(self, lark: Lark, begun: Begun, budget: ThinkingBudget | None = None) -> str:
+        """The part of a grammar that lets the reasoning pass, `budget` tokens of it at most. Raises RequestError."""
         if begun is Begun.CLOSED:
             return ""
+        if budget is not None:
+            begins, thought = self._limited(lark, budget)
+            if begun is Begun.OPEN:
+                return f"{thought} GAP"
+            if self.always:
+                return f"<[{begins}]>? {thought} GAP"
+            lark.forbid_text(self.begin)
+            return f"(<[{begins}]> {thought} GAP)?"
         ends = " | ".join(lark.until(mark) for mark in self.end)
         if begun is Begun.OPEN or self.always:
             return f"({ends}) GAP"
         begins = " | ".join(lark.marker(mark) for mark in self.begin)
         return f"(({begins}) ({ends}) GAP)?"
+
+    def beginning(self, lark: Lark, begun: Begun, budget: ThinkingBudget) -> str:
+        """The grammar of the reasoning alone, or of a first token that does not begin one. Raises RequestError."""
+        begins, thought = self._limited(lark, budget)
+        if begun is Begun.OPEN:
+            return thought
+        if self.always:
+            return f"<[{begins}]>? {thought}"
+        return f"<[{begins}]> {thought} | <[^{begins}]>"
+
+    def _limited(self, lark: Lark, budget: ThinkingBudget) -> tuple[str, str]:
+        """Ids of the marks that begin it; the rest of it. Tokens are counted, so it may break off amid a character."""
+        begin, end = lark.token_ids(self.begin), lark.token_ids(self.end)
+        if begin is None or end is None:
+            raise RequestError(
+                "thinking_token_budget needs a model with single tokens as the marks of its reasoning; this one has"
+                f" {' and '.join(map(repr, (self.begin[0], self.end[0])))}",
+                param="thinking_token_budget",
+            )
+        last = f"<[{_listed(end)}]>"
+        thought = f"<[^{_listed([*end, *budget.ends])}]>{{0,{budget.tokens}}} {last}" if budget.tokens else last
+        return _listed(begin), thought
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return ",".join(map(str, dict.fromkeys(ids)))

@@ -77,7 +77,7 @@ def test_body_fields_win_over_sampling_fields_of_the_same_name():
 
 def test_supported_fields_are_not_listed_as_unsupported():
     assert not set(UNSUPPORTED) & (set(field_specs(CompletionBody)) - {"echo", "best_of", "suffix"})
-    only_of_chats = {"tools", "tool_choice", "include_reasoning", "reasoning_effort"}
+    only_of_chats = {"thinking_token_budget", "tools", "tool_choice", "include_reasoning", "reasoning_effort"}
     assert set(UNSUPPORTED) & set(field_specs(ChatBody)) - {"echo"} == only_of_chats
     assert not set(ResponseBody.unsupported) & set(field_specs(ResponseBody))
 

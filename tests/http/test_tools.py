@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxserve.tokenizer import Tokenizer
@@ -265,6 +265,30 @@ async def test_a_stop_string_in_the_reasoning_ends_cleanly(api):
             assert choice["message"]["reasoning"] == reasoning and choice["message"]["content"] is None
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"response_format": {"type": "json_object"}}])
+async def test_a_budget_of_reasoning_is_in_the_grammar(serving, fields):
+    async with serving(MISTRAL, reasoning_parser="mistral") as api:
+        body = {"messages": USER, "max_tokens": 1, **fields}
+        await api.call(CHAT, {**body, "thinking_token_budget": 3})
+        (request,) = api.engine.requests
+        tokenizer = api.frontend.tokenizer
+        matcher = LLMatcher(LLTokenizer(tokenizer.to_json(), eos_token=0), request.grammar)
+        assert request.free_after_grammar is ("response_format" not in fields)
+        answer = "[THINK]abc[/THINK]" + ('{"a": 1}' if "response_format" in fields else "")
+        answer = tokenizer.encode(answer, add_special_tokens=False)
+        assert matcher.try_consume_tokens(answer) == len(answer) and matcher.is_accepting()
+        matcher.reset()
+        thought = tokenizer.encode("[THINK]zzzz", add_special_tokens=False)
+        assert matcher.try_consume_tokens(thought) == 4, "the mark and three tokens"
+        assert matcher.compute_ff_tokens()[:1] == [tokenizer.added_token_id("[/THINK]")]
+    async with serving(PLAIN) as api:
+        error = await api.error(CHAT, {"messages": USER, "thinking_token_budget": 3})
+        assert error["param"] == "thinking_token_budget" and "--reasoning-parser" in error["message"]
+        await api.ok(CHAT, {"messages": USER, "thinking_token_budget": None, "max_tokens": 1})
+        error = await api.error("/v1/completions", {"prompt": "a", "thinking_token_budget": 3})
+        assert error["param"] == "thinking_token_budget"
+
+
 async def test_with_thinking_off_everything_is_content(api):
     """Report 23: it all went to the reasoning, or was lost."""
     say(api, "Yes </think> no")
@@ -346,6 +370,10 @@ REFUSED = [
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"reasoning_effort": 5}, "reasoning_effort"),
     ({"include_reasoning": "no"}, "include_reasoning"),
+    ({"thinking_token_budget": -1}, "thinking_token_budget"),
+    ({"thinking_token_budget": 1.5}, "thinking_token_budget"),
+    ({"thinking_token_budget": True}, "thinking_token_budget"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),  # here <think> is no token
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
 ]
 

@@ -5,18 +5,22 @@ from llguidance import LLMatcher, LLTokenizer
 from parser_cases import ANALYSIS, NOW, PARIS, TOOLS, WEATHER, message_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from jaxserve.errors import RequestError
 from jaxserve.parsers import (
+    REASONING_FORMATS,
     TOOL_FORMATS,
     Formats,
+    ThinkingBudget,
     Tool,
     ToolChoice,
     find_formats,
     make_grammar,
     make_parser,
+    thinking_grammar,
 )
 
 SPECIAL = [
-    "<eos>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", "<|channel|>",
+    "<eos>", "<think>", "</think>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "<|tool_call|>", "<|python_tag|>", "<|channel|>",
     "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>",
 ]  # fmt: skip
 PLAIN = ["<tool_call>", "</tool_call>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"]
@@ -25,13 +29,17 @@ ONE = WEATHER.name
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
+    return make_tokenizer(SPECIAL, PLAIN)
+
+
+def make_tokenizer(special: list[str], plain: list[str]) -> Tokenizer:
     """Bytes, and markers as special and as ordinary tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in PLAIN])
+    backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
     return backend
 
 
@@ -42,6 +50,8 @@ class Held:
         token_id = {token: tokenizer.token_to_id(token) for token in SPECIAL + PLAIN}.get
         self.formats, self.choice, self.prompt = formats, choice, options.pop("prompt", "")
         grammar = make_grammar(formats, choice, token_id=token_id, prompt=self.prompt, **options)
+        if grammar is None:
+            grammar = thinking_grammar(formats, options["budget"], token_id=token_id, prompt=self.prompt)
         assert grammar is not None
         assert LLMatcher.validate_grammar(grammar) == ""
         self._tokenizer = tokenizer
@@ -54,6 +64,16 @@ class Held:
         taken = self._matcher.try_consume_tokens(ids)
         assert not self._matcher.is_error(), self._matcher.get_error()
         return taken == len(ids) and self._matcher.is_accepting()
+
+    @property
+    def complete(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def forced(self, text: str) -> list[int]:
+        """The tokens that must follow the longest beginning of a text that passes."""
+        self._matcher.reset()
+        self._matcher.try_consume_tokens(self._tokenizer.encode(text).ids)
+        return self._matcher.compute_ff_tokens()
 
     def calls(self, text: str) -> list[tuple[str, str]]:
         assert self.takes(text), text
@@ -213,3 +233,61 @@ def test_no_grammar_where_anything_goes():
     formats = find_formats("hermes", "qwen3", None)
     for choice in (ToolChoice(), ToolChoice("auto", tuple(TOOLS))):
         assert make_grammar(formats, choice, token_id=lambda text: None, prompt="") is None
+
+
+# ------------------------------------------------------------------------------------------------ budget of reasoning
+
+THINKING = [(name, form) for name, form in REASONING_FORMATS.items() if form and name != "granite"]
+
+
+def limited(
+    tokenizer: Tokenizer, name: str, tokens: int, choice: ToolChoice | None = None, tools: str = "none", **options
+):
+    ends = (tokenizer.token_to_id("<eos>"),)
+    budget, formats = ThinkingBudget(tokens, ends), find_formats(tools, name, None)
+    return Held(tokenizer, formats, choice or ToolChoice(), budget=budget, **options)
+
+
+@pytest.mark.parametrize("prompt", ["", "OPEN"])
+@pytest.mark.parametrize(("name", "form"), THINKING)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 4000])
+def test_reasoning_ends_when_its_budget_is_used_up(name, form, tokens, prompt, tokenizer: Tokenizer):
+    begin, end = form.begin[0], form.end[0]
+    held = limited(tokenizer, name, tokens, prompt=prompt and f"text {begin}\n")
+    begin = "" if prompt else begin
+    for count in {0, tokens // 2, tokens}:
+        assert held.takes(f"{begin}{'x' * count}{end}")
+        assert held.complete, "what follows is free"
+        assert not held.takes(f"{begin}{'x' * count}"), "it must end"
+        assert not held.takes(f"{begin}{'x' * count}<eos>"), "the answer must follow"
+    assert not held.takes(f"{begin}{'x' * (tokens + 1)}{end}")
+    assert held.forced(f"{begin}{'日' * tokens}") == [tokenizer.token_to_id(end)], "also amid a character"
+    if not prompt:
+        assert (held.takes("A") and held.complete) is not form.always, "an answer that does not reason"
+
+
+def test_what_has_ended_or_does_not_reason_has_no_grammar(tokenizer: Tokenizer):
+    formats, budget = find_formats("none", "qwen3", None), ThinkingBudget(3)
+    options = {"token_id": tokenizer.token_to_id}
+    assert thinking_grammar(formats, budget, prompt="<think>\n\n</think>\n\n", **options) is None
+    for name, words in (("none", "reasoning-parser"), ("openai", "openai"), ("granite", "single tokens")):
+        with pytest.raises(RequestError, match=words) as caught:
+            thinking_grammar(find_formats("none", name, None), budget, prompt="", **options)
+        assert caught.value.param == "thinking_token_budget"
+
+
+@pytest.mark.parametrize("prompt", ["", "<think>"])
+@pytest.mark.parametrize("special", [True, False])
+def test_a_form_and_calls_come_after_the_budget(prompt, special):
+    tokenizer = make_tokenizer(*(SPECIAL, PLAIN) if special else (SPECIAL[:1] + SPECIAL[3:], PLAIN + SPECIAL[1:3]))
+    begin = "" if prompt else "<think>"
+    held = limited(tokenizer, "qwen3", 3, answer='start: "yes" | "no"', prompt=prompt)
+    assert held.takes(f"{begin}xyz</think>\n\nyes") and held.takes(f"{begin}</think>no")
+    assert not held.takes(f"{begin}xyz</think>maybe") and not held.takes(f"{begin}vxyz</think>no")
+    call, _ = text_in("hermes", PARIS)
+    strict = Tool(WEATHER.name, WEATHER.parameters, strict=True)
+    for choice in (ToolChoice("required", tuple(TOOLS)), ToolChoice("auto", (strict,))):
+        held = limited(tokenizer, "qwen3", 3, choice, "hermes", prompt=prompt)
+        assert held.takes(f"{begin}xyz</think>\n\n{call}") and held.takes(f"{begin}</think>{call}")
+        assert not held.takes(f"{begin}vxyz</think>{call}") and not held.takes(f" {begin}vxyz</think>{call}")
+        assert prompt or held.takes(call)
