@@ -136,7 +136,7 @@ async def test_an_engine_that_hangs_is_not_healthy_until_it_speaks_again(tmp_pat
 
 
 async def test_a_reader_that_has_fallen_behind_gets_what_waits_at_once():
-    request = Request("r", [1], SamplingParams(n=2), max_tokens=9)
+    request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(n=2), max_tokens=9)
     queue: asyncio.Queue = asyncio.Queue()
     for delta in (
         SequenceDelta("r", 0, [1], queue_s=0.5),
