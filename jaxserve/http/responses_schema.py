@@ -10,7 +10,7 @@ from jaxserve.chat import EFFORTS
 from jaxserve.errors import RequestError
 from jaxserve.http.response_items import input_schema
 from jaxserve.http.schema import HTTP_SAMPLING, Body, Conflict, Facts, priority_field, template_kwargs_field
-from jaxserve.parsers import MAX_TOOLS, function_schema
+from jaxserve.parsers import MAX_TOOLS, allowed_tools_schema, function_schema
 from jaxserve.request import MAX_LOGPROBS, StructuredOutputsParams, check_limits, knob, short
 
 LOGPROBS = "message.output_text.logprobs"  # the one thing that `include` may ask for
@@ -67,15 +67,13 @@ FORMAT: dict[str, Any] = {
         },
     ]
 }
+_NAMED = {
+    "type": "object",
+    "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
+    "required": ["type", "name"],
+}
 TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "properties": {"type": {"const": "function"}, "name": {"type": "string"}},
-            "required": ["type", "name"],
-        },
-    ]
+    "anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED, allowed_tools_schema(_NAMED, nested=False)]
 }
 
 
@@ -138,6 +136,10 @@ class InputTokensBody(Body):
     def check(self) -> None:
         super().check()
         _check_choice("truncation", self.truncation, ("auto", "disabled"))
+        if (summary := (self.reasoning or {}).get("summary")) is not None:
+            # Nothing here summarises, and the reasoning itself is sent whole: to call that a summary would be a lie.
+            message = f"reasoning.summary may only be null: the reasoning is sent as it is, got {short(summary)}"
+            raise RequestError(message, param="reasoning.summary")
         reasoning = _check_fields("reasoning", self.reasoning, {"effort": str})
         if "effort" in reasoning:
             _check_choice("reasoning.effort", reasoning["effort"], EFFORTS)
@@ -171,6 +173,11 @@ class InputTokensBody(Body):
 
     @property
     def chat_tool_choice(self) -> Any:
+        if isinstance(self.tool_choice, dict) and self.tool_choice.get("type") == "allowed_tools":
+            given = {name: value for name, value in self.tool_choice.items() if name != "type"}
+            if isinstance(given.get("tools"), list):
+                given["tools"] = [_function(tool) for tool in given["tools"]]
+            return {"type": "allowed_tools", "allowed_tools": given}
         if isinstance(self.tool_choice, dict):
             return _function(self.tool_choice)
         return None if self.tool_choice == "auto" else self.tool_choice
@@ -189,6 +196,7 @@ _NAMES = (
     (r"\bmax_tokens\b", "max_output_tokens"),
     (r"^reasoning_effort\b", "reasoning.effort"),
     (r"^response_format(\.json_schema)?", "text.format"),
+    (r"^tool_choice\.allowed_tools\b", "tool_choice"),
     (r"^(tools\.\d+|tool_choice)\.function\b", r"\1"),
 )
 

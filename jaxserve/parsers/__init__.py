@@ -25,6 +25,7 @@ from jaxserve.parsers.tools import (
     MAX_TOOLS,
     Tool,
     ToolChoice,
+    allowed_tools_schema,
     check_tool_choice,
     check_tools,
     function_schema,
@@ -34,7 +35,7 @@ from jaxserve.parsers.tools import (
 
 __all__ = [
     "MAX_TOOLS", "REASONING_FORMATS", "TOOL_FORMATS", "Formats", "MessageDelta", "MessageParser", "ThinkingBudget",
-    "Tool", "ToolCallDelta", "ToolChoice", "check_budget", "check_tool_choice", "check_tools", "find_formats",
-    "function_schema", "make_grammar", "make_parser", "schema_grammar", "thinking_grammar", "thinking_limiter",
-    "tool_choice_schema", "tools_schema",
+    "Tool", "ToolCallDelta", "ToolChoice", "allowed_tools_schema", "check_budget", "check_tool_choice", "check_tools",
+    "find_formats", "function_schema", "make_grammar", "make_parser", "schema_grammar", "thinking_grammar",
+    "thinking_limiter", "tool_choice_schema", "tools_schema",
 ]  # fmt: skip

@@ -120,12 +120,16 @@ def _deeper(value: Any, limit: int) -> bool:
 
 
 def check_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """`raw`: none, auto, required, {"type": "function", "function": {"name": ...}}; None: auto if there are tools."""
+    """`raw`: none, auto, required, {"type": "function", "function": {"name": ...}}, or {"type": "allowed_tools",
+    "allowed_tools": {"mode": auto or required, "tools": [functions by name]}}; None: auto if there are tools.
+    """
     place = "tool_choice"
     if raw is None:
         return ToolChoice("auto", tuple(tools), tuple(tools)) if tools else ToolChoice()
     if raw == "none":
         return ToolChoice()
+    if isinstance(raw, dict) and raw.get("type") == "allowed_tools":
+        return _allowed(raw, tools)
     if isinstance(raw, dict):
         name = _chosen_name(raw)
         chosen = tuple(tool for tool in tools if tool.name == name)
@@ -140,6 +144,34 @@ def check_tool_choice(raw: Any, tools: Sequence[Tool]) -> ToolChoice:
     if not tools:
         raise RequestError(f"{place} {short(raw)} needs tools", param=place)
     return ToolChoice(raw, tuple(tools), tuple(tools))
+
+
+def _allowed(raw: dict[str, Any], tools: Sequence[Tool]) -> ToolChoice:
+    """The model is told of all tools, so that the prompt's beginning stays the same; it may call only these."""
+    place = "tool_choice.allowed_tools"
+    given = raw.get("allowed_tools")
+    if not isinstance(given, dict):
+        raise RequestError(f"{place} must be an object with mode and tools, got {short(given)}", param=place)
+    _check_names(raw, ("type", "allowed_tools"), "tool_choice", False)
+    _check_names(given, ("mode", "tools"), place, False)
+    mode, listed = given.get("mode"), given.get("tools")
+    if mode not in ("auto", "required"):
+        raise RequestError(f"{place}.mode must be auto or required, got {short(mode)}", param=f"{place}.mode")
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
+        message = f"{place}.tools must be a list of 1 to {MAX_TOOLS} functions, got {short(listed)}"
+        raise RequestError(message, param=f"{place}.tools")
+    known, names = {tool.name for tool in tools}, set()
+    for i, each in enumerate(listed):
+        where = f"{place}.tools.{i}"
+        function = each.get("function") if isinstance(each, dict) and each.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise RequestError(f"{where} must be a function by name, got {short(each)}", param=where)
+        if name not in known:
+            shown = ", ".join(tool.name for tool in tools[:10]) or "none"
+            raise RequestError(f"{where} {short(name)} is none of the tools: {shown}", param=where)
+        names.add(name)
+    return ToolChoice(mode, tuple(tool for tool in tools if tool.name in names), tuple(tools))
 
 
 def _chosen_name(raw: dict[str, Any]) -> str:
@@ -201,4 +233,23 @@ def tool_choice_schema() -> dict[str, Any]:
         "properties": {"type": {"const": "function"}, "function": named},
         "required": ["type", "function"],
     }
-    return {"anyOf": [{"enum": ["none", "auto", "required", None]}, function]}
+    return {
+        "anyOf": [{"enum": ["none", "auto", "required", None]}, function, allowed_tools_schema(function, nested=True)]
+    }
+
+
+def allowed_tools_schema(function: dict[str, Any], *, nested: bool) -> dict[str, Any]:
+    """A choice of type allowed_tools. `nested`: as chats have it, mode and tools in an object of their own."""
+    parts = {
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "minItems": 1, "maxItems": MAX_TOOLS, "items": function},
+    }
+    if nested:
+        inner = {"type": "object", "properties": parts, "required": ["mode", "tools"], "additionalProperties": False}
+        parts = {"allowed_tools": inner}
+    return {
+        "type": "object",
+        "properties": {"type": {"const": "allowed_tools"}, **parts},
+        "required": ["type", *parts],
+        "additionalProperties": False,
+    }

@@ -209,6 +209,40 @@ async def test_choices(api, choice, finish_reason):
         assert ("now" in grammar) == (choice == "required")
 
 
+def allowed(mode: Any, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("responses", [False, True])
+async def test_only_allowed_tools_are_called(api, responses):
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    for mode in ("required", "auto"):
+        choice = allowed(mode, "now")
+        if responses:
+            choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]}
+            body: dict[str, Any] = {
+                "input": "hi",
+                "tools": [dict(t, strict=False) for t in flat],
+                "tool_choice": choice,
+            }
+            say(api, NOW)
+            answer = await api.ok("/v1/responses", body)
+            assert [item["name"] for item in answer["output"]] == ["now"] and answer["tool_choice"] == choice
+            bad = {**choice, "tools": [{"type": "function", "name": "other"}]}
+            error = await api.error("/v1/responses", {**body, "tool_choice": bad})
+            assert error["param"] == "tool_choice.tools.0" and "'other'" in error["message"]
+        else:
+            say(api, NOW)
+            body = {"messages": USER, "tools": TOOLS, "tool_choice": choice}
+            assert said((await api.ok(CHAT, body))["choices"][0])["calls"] == [("now", "{}")]
+        request = api.engine.requests[-1]
+        assert (request.grammar is not None) is (mode == "required")
+        assert "get_weather" not in (request.grammar or "") and "now" in (request.grammar or "now")
+        prompt = api.frontend.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
+        assert "get_weather" in prompt, "the model is told of all"
+
+
 async def test_auto_with_a_strict_tool_has_a_grammar(api):
     strict = {"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}
     await api.ok(CHAT, {"messages": USER, "tools": [strict], "max_tokens": 1})
@@ -362,6 +396,11 @@ REFUSED = [
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("none", "now")}, "tool_choice.allowed_tools.mode"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice.allowed_tools.tools"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto", "now", "x")}, "tool_choice.allowed_tools.tools.1"),
+    ({"tool_choice": allowed("auto", "now")}, "tool_choice.allowed_tools.tools.0"),
     ({"tool_choice": "auto"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": 5}, "tool_choice"),
