@@ -219,7 +219,7 @@ def _attend(
     pages_per_tile = tuning.pages_per_tile(kv)
     tile = pages_per_tile * kv.k.shape[2]
     block = pl.BlockSpec((1, kv_heads, query_rows, head_dim), lambda i, visits: (visits[COLUMN.block, i], 0, 0, 0))
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     pages = pltpu.VMEM((2, kv_heads, tile, head_dim), kv.k.dtype)
     column = pltpu.VMEM((kv_heads, query_rows, 1), jnp.float32)
     scratch = [
@@ -240,7 +240,7 @@ def _attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(visits.shape[1] - 1,),
-            in_specs=[block, anywhere, anywhere, anywhere],
+            in_specs=[block, in_hbm, in_hbm, in_hbm],
             out_specs=block,
             scratch_shapes=scratch,
         ),
