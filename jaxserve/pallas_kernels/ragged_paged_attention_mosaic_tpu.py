@@ -12,7 +12,7 @@ Why this shape:
   - Blocks are aligned, so that Pallas moves queries and output in and out by itself, and no copy starts at a token that
     the tiling of memory does not allow. The price: chunks much shorter than a block leave rows of its product empty.
   - Queries come as [blocks, K, G * tokens, H]: all query heads of a kv head are rows of one product, so that K and V
-    are read once for all of them and any G works. Changing to that order and back is XLA's, and costs two passes over q.
+    are read once for all of them and any G works. XLA changes to that order and back: two passes over q.
   - Pages are copied whole, all kv heads at once: [K, page, H] lies in one piece. Tiles of several pages are double
     buffered, across visits too: the last tile of a visit is computed while the first one of the next arrives.
   - A page table of 256 rows of 128k tokens does not fit the scalar memory (1 MiB). It stays in HBM, and the rows of the
@@ -27,6 +27,9 @@ Diary (no TPU at hand: compiled by libtpu 0.0.50 for v4, v5e, v5p and v6e, and r
     v1  one core; v4 and v5p have two
 """
 
+# pyright: reportPrivateImportUsage=false
+
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,47 +42,74 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels import reference
 from jaxserve.pallas_kernels.reference import MASKED, AttentionInput, KVPages
+from jaxserve.pallas_kernels.rope_write_mosaic_tpu import Writes, make_writes
 from jaxserve.shapes import ceil_div
 
 LANES = 128
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
 DTYPES = ("bfloat16", "float32")
+SCORE_ARRAYS = 4  # float32 arrays of a product's scores that live at once
 MiB = 2**20
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """Sizes per kernel. The defaults fit the 16 MiB of fast memory (VMEM) of a v4."""
+    """Sizes for a chip. The defaults are for the smallest fast memory (VMEM), that of a v4."""
 
-    vmem_limit_bytes: int = 15 * MiB
-    query_bytes: int = 6 * MiB  # of a block's queries, output and running sums
-    kv_bytes: int = 4 * MiB  # of two tiles of K and V
-    max_block_tokens: int = 128
+    vmem_bytes: int = 16 * MiB  # of the kernel, the compiler's own included
+    block_tokens: int = 32  # of the prefill region; a power of 2
     max_kv_tile: int = 512  # tokens
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"Tuning.{name} must be at least 1, got {value}")
-        if self.query_bytes + self.kv_bytes > self.vmem_limit_bytes:
-            raise ValueError("Tuning.query_bytes and kv_bytes are more than vmem_limit_bytes")
+        if self.block_tokens < 16 or self.block_tokens.bit_count() != 1:
+            raise ValueError(f"Tuning.block_tokens must be a power of 2 and at least 16, got {self.block_tokens}")
+        if self.vmem_bytes < MiB:
+            raise ValueError(f"Tuning.vmem_bytes must be at least {MiB}, got {self.vmem_bytes}")
 
-    def block_tokens(self, num_heads: int, head_dim: int, dtype: Any) -> int:
-        """Tokens of a block of the prefill region: a power of 2, 16 at least."""
-        in_and_out = 4 * head_dim * jnp.dtype(dtype).itemsize  # both twice
-        sums = 4 * (head_dim + 2 * LANES)
-        tokens = max(16, min(self.max_block_tokens, self.query_bytes // (num_heads * (in_and_out + sums))))
-        return 1 << tokens.bit_length() - 1
-
-    def pages_per_tile(self, kv: KVPages) -> int:
+    def pages_per_tile(self, kv: KVPages, score_rows: int) -> int:
+        """As many as a quarter of the memory holds twice; and so that scores fit into a quarter too."""
         _, kv_heads, page_size, head_dim = kv.k.shape
         page_bytes = kv_heads * page_size * head_dim * kv.k.dtype.itemsize
-        return max(1, min(self.max_kv_tile // page_size, self.kv_bytes // (4 * page_bytes)))
+        quarter = self.vmem_bytes // 4
+        most = min(self.max_kv_tile, quarter // (SCORE_ARRAYS * 4 * score_rows)) // page_size
+        return max(1, min(most, quarter // (4 * page_bytes)))
+
+    def check(self, q: Array, kv: KVPages, tile: int, score_rows: int) -> None:
+        """Raises ValueError if the kernel's arrays do not fit."""
+        _, kv_heads, rows, head_dim = q.shape
+        rows = ceil_div(rows, 16) * 16
+        queries = kv_heads * rows * (4 * head_dim * q.dtype.itemsize + 4 * (head_dim + 2 * LANES))
+        tiles = 4 * kv_heads * tile * head_dim * kv.k.dtype.itemsize
+        need = queries + tiles + SCORE_ARRAYS * 4 * score_rows * tile
+        if need > self.vmem_bytes:
+            raise ValueError(
+                f"attention on mosaic_tpu needs {need / MiB:.1f} MiB of VMEM and may take {self.vmem_bytes / MiB:.1f}: "
+                f"{kv_heads} kv heads, {rows} rows of queries for each, pages of {kv.k.shape[2]} tokens; "
+                "a smaller --page-size needs less"
+            )
 
 
-class Visits(NamedTuple):
-    """Columns of i32[6, n + 1]; the last entry only ends the list."""
+TUNING = {  # by generation; v5e and v6e have 128 MiB of VMEM, v5p and TPU7x have 64
+    "v4": Tuning(),
+    "v5e": Tuning(64 * MiB, 128),
+    "v5p": Tuning(40 * MiB, 128),
+    "v6e": Tuning(64 * MiB, 128),
+    "7x": Tuning(40 * MiB, 128),
+}
+
+
+def generation_of(device_kind: str) -> str | None:
+    """The key of TUNING for jax's Device.device_kind; None: not known."""
+    match = re.fullmatch(r"TPU ?(v4|v5e|v5 ?lite|v5p?|v6e|v6 ?lite|v?7x?)", device_kind)
+    if not match:
+        return None
+    name = match[1].replace(" ", "")
+    return {"v5lite": "v5e", "v6lite": "v6e", "v5": "v5p", "v7": "7x", "v7x": "7x", "7": "7x"}.get(name, name)
+
+
+class Column(NamedTuple):
+    """Rows of i32[6, n + 1]; the last entry only ends the list."""
 
     row: int = 0  # of the page table
     block: int = 1
@@ -89,18 +119,23 @@ class Visits(NamedTuple):
     next: int = 5  # the first visit at or after this one that has something to attend to
 
 
-COLUMN = Visits()
+COLUMN = Column()
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["table", "decode", "prefill"], meta_fields=["block_tokens"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["table", "decode", "prefill", "writes"],
+    meta_fields=["block_tokens"],
+)
 @dataclass(frozen=True)
 class Work:
-    """What all layers share: see `prepare`."""
+    """What all layers of a step share: `AttentionInput.prepared` on TPUs."""
 
     table: Array  # i32[S, 1, W], W a multiple of 128
-    decode: Array  # visits of the decode region, i32[6, S_d + 1]
-    prefill: Array  # visits of the prefill region
-    block_tokens: int
+    decode: Array | None  # visits of the decode region, i32[6, S_d + 1]; None: there is no such region
+    prefill: Array | None
+    writes: Writes
+    block_tokens: int  # of the prefill region
 
 
 def stored_head_dim(head_dim: int) -> int:
@@ -153,12 +188,17 @@ def _listed(row: Array, block: Array, begin: Array, end: Array, position: Array)
     return jnp.pad(visits.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=count)
 
 
-def prepare(meta: AttentionInput, *, block_tokens: int) -> Work:
-    """Works out once per step what all layers share."""
+def prepare(meta: AttentionInput, page_size: int, *, tuning: Tuning = Tuning()) -> AttentionInput:
+    """Works out once per step what all layers share. Use the tuning that attention is called with."""
     table = jnp.pad(meta.page_table, ((0, 0), (0, -meta.page_table.shape[1] % LANES)))[:, None]
-    decode = decode_visits(meta) if meta.num_decode_rows else jnp.zeros((len(COLUMN), 1), jnp.int32)
-    prefill = prefill_visits(meta, block_tokens) if meta.num_prefill_rows else jnp.zeros((len(COLUMN), 1), jnp.int32)
-    return Work(table, decode, prefill, block_tokens)
+    work = Work(
+        table=table,
+        decode=decode_visits(meta) if meta.num_decode_rows else None,
+        prefill=prefill_visits(meta, tuning.block_tokens) if meta.num_prefill_rows else None,
+        writes=make_writes(meta, page_size),
+        block_tokens=tuning.block_tokens,
+    )
+    return replace(meta, prepared=work)
 
 
 def attention(
@@ -174,18 +214,16 @@ def attention(
     """As `reference.attention`, for pages of `stored_head_dim`. Raises ValueError for what the kernel does not take."""
     tokens, heads, head_dim = q.shape
     _, kv_heads, page_size, stored = kv.k.shape
+    name, wide = "attention on mosaic_tpu", stored_head_dim(head_dim)
     if reason := unsupported(dtype=str(q.dtype), head_dim=head_dim):
-        raise ValueError(f"attention on mosaic_tpu: {reason}")
+        raise ValueError(f"{name}: {reason}")
     if page_size not in PAGE_SIZES:
-        raise ValueError(f"attention on mosaic_tpu: page size must be one of {PAGE_SIZES}, got {page_size}")
-    if stored != stored_head_dim(head_dim):
-        raise ValueError(
-            f"attention on mosaic_tpu: pages of head dim {head_dim} must be {stored_head_dim(head_dim)} wide, got {stored}"
-        )
+        raise ValueError(f"{name}: page size must be one of {PAGE_SIZES}, got {page_size}")
+    if stored != wide:
+        raise ValueError(f"{name}: pages of head dim {head_dim} must be {wide} wide, got {stored}")
     if heads % kv_heads:
-        raise ValueError(f"attention on mosaic_tpu: {heads} query heads are no multiple of {kv_heads} kv heads")
-    work = meta.prepared if isinstance(meta.prepared, Work) else None
-    work = work or prepare(meta, block_tokens=tuning.block_tokens(heads, stored, q.dtype))
+        raise ValueError(f"{name}: {heads} query heads are no multiple of {kv_heads} kv heads")
+    work: Work = meta.prepared or prepare(meta, page_size, tuning=tuning).prepared
     masks = reference.Masks(scale, sliding_window, softcap)
     split, parts = meta.num_decode_rows, []
     for part, visits, size in ((q[:split], work.decode, 1), (q[split:], work.prefill, work.block_tokens)):
@@ -216,8 +254,11 @@ def _attend(
     q: Array, visits: Array, table: Array, kv: KVPages, block_tokens: int, masks: reference.Masks, tuning: Tuning
 ) -> Array:
     _, kv_heads, query_rows, head_dim = q.shape
-    pages_per_tile = tuning.pages_per_tile(kv)
+    together = kv_heads if block_tokens == 1 else 1  # kv heads of one product: all, where each has few rows
+    score_rows = together * ceil_div(query_rows, 8) * 8
+    pages_per_tile = tuning.pages_per_tile(kv, score_rows)
     tile = pages_per_tile * kv.k.shape[2]
+    tuning.check(q, kv, tile, score_rows)
     block = pl.BlockSpec((1, kv_heads, query_rows, head_dim), lambda i, visits: (visits[COLUMN.block, i], 0, 0, 0))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     pages = pltpu.VMEM((2, kv_heads, tile, head_dim), kv.k.dtype)
@@ -233,7 +274,7 @@ def _attend(
         pltpu.SemaphoreType.DMA((2,)),
         pltpu.SemaphoreType.DMA((2, 2)),
     ]
-    body = partial(_body, pages_per_tile=pages_per_tile, block_tokens=block_tokens, masks=masks)
+    body = partial(_body, pages_per_tile=pages_per_tile, block_tokens=block_tokens, together=together, masks=masks)
     return pl.pallas_call(
         body,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -244,9 +285,7 @@ def _attend(
             out_specs=block,
             scratch_shapes=scratch,
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=tuning.vmem_limit_bytes
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=tuning.vmem_bytes),
         name=f"ragged_paged_attention_{block_tokens}",
     )(visits, q, table, kv.k, kv.v)
 
@@ -270,6 +309,7 @@ def _body(
     *,
     pages_per_tile: int,
     block_tokens: int,
+    together: int,
     masks: reference.Masks,
 ) -> None:
     _, kv_heads, rows, head_dim = q.shape
@@ -310,8 +350,6 @@ def _body(
 
         lax.fori_loop(first, last, one, None)
 
-    # all kv heads in one product where each has few rows
-    together = kv_heads if block_tokens == 1 else 1
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     dot = partial(lax.dot_general, preferred_element_type=jnp.float32, precision=precision)
 

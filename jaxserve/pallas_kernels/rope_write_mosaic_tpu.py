@@ -74,7 +74,7 @@ def decode_visits(meta: AttentionInput, page_size: int) -> Array:
     begin = place % GROUP
     end = jnp.where(meta.kv_lens[:count] > 0, begin + 1, begin)
     page = meta.page_table[row, position // page_size]
-    return jnp.stack([page, place // GROUP, begin, end, row - begin])
+    return jnp.stack([page, place // GROUP, begin, end, row - begin]).astype(jnp.int32)
 
 
 def prefill_visits(meta: AttentionInput, page_size: int) -> Array:
@@ -93,7 +93,22 @@ def prefill_visits(meta: AttentionInput, page_size: int) -> Array:
     end = jnp.where(visit < upto[-1], jnp.minimum(ends[chunk] - at, GROUP), begin)
     column = jnp.clip(at // page_size, 0, meta.page_table.shape[1] - 1)
     page = meta.page_table[split + chunk, column]
-    return jnp.stack([page, at % page_size // GROUP, begin, end, begins[chunk] + at - starts[chunk]])
+    source = begins[chunk] + at - starts[chunk]
+    return jnp.stack([page, at % page_size // GROUP, begin, end, source]).astype(jnp.int32)
+
+
+class Writes(NamedTuple):
+    """Visits of each region, i32[5, n]; None: there is no such region."""
+
+    decode: Array | None
+    prefill: Array | None
+
+
+def make_writes(meta: AttentionInput, page_size: int) -> Writes:
+    return Writes(
+        decode_visits(meta, page_size) if meta.num_decode_rows else None,
+        prefill_visits(meta, page_size) if meta.num_prefill_rows else None,
+    )
 
 
 def rope_and_write(
@@ -104,10 +119,11 @@ def rope_and_write(
     q, *new = reference.rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=kv_heads, **projection)
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - x.shape[2]))).astype(kv.k.dtype) for x in new)
     split = meta.num_decode_rows
-    if split:
-        kv = _write(kv, k[:split], v[:split], decode_visits(meta, page_size), single=True)
-    if k.shape[0] > split:
-        kv = _write(kv, k[split:], v[split:], prefill_visits(meta, page_size), single=False)
+    writes: Writes = meta.prepared.writes if meta.prepared else make_writes(meta, page_size)
+    if writes.decode is not None:
+        kv = _write(kv, k[:split], v[:split], writes.decode, single=True)
+    if writes.prefill is not None:
+        kv = _write(kv, k[split:], v[split:], writes.prefill, single=False)
     return q, kv
 
 
@@ -133,7 +149,7 @@ def _write(
             pltpu.SemaphoreType.DMA((depth,)),
         ],
         name="kv_write_decode" if single else "kv_write_prefill",
-    )(visits.astype(jnp.int32), k, v, *kv)
+    )(visits, k, v, *kv)
     return KVPages(*written)
 
 
