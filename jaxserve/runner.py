@@ -160,13 +160,15 @@ class Runner:
     # ------------------------------------------------------------------------------------------------- memory
 
     def _size_pool(self, config: EngineConfig) -> PoolSize:
-        wanted = self._model.max_model_len if config.max_model_len is None else config.max_model_len
+        model = self._model
+        wanted = model.max_model_len if config.max_model_len is None else config.max_model_len
+        bytes_per_token = model.kv_bytes_per_token(self._dtype.itemsize) // model.head_dim
         return size_pool(
             config.kv_cache_memory_bytes or self._free_bytes(),
             page_size=self._page_size,
-            bytes_per_token=self._model.kv_bytes_per_token(self._dtype.itemsize),
+            bytes_per_token=bytes_per_token * self._backend.stored_head_dim(model.head_dim),
             max_model_len=wanted if isinstance(wanted, int) else None,
-            model_max_len=self._model.max_model_len,
+            model_max_len=model.max_model_len,
         )
 
     def _free_bytes(self) -> int:
@@ -218,7 +220,8 @@ class Runner:
             self._weights = jax.block_until_ready(jax.device_put(self._weights, places))
 
     def _new_kv(self, num_pages: int) -> list[KVPages]:
-        shape = (num_pages, self._model.num_kv_heads, self._page_size, self._model.head_dim)
+        head_dim = self._backend.stored_head_dim(self._model.head_dim)
+        shape = (num_pages, self._model.num_kv_heads, self._page_size, head_dim)
         return [
             KVPages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self._model.num_layers)
         ]

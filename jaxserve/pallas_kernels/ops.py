@@ -29,6 +29,7 @@ class Backend:
     rope_and_write(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps) -> q [T, N, H], KVPages: donates
         `kv`; see `reference.rope_and_write`. Padding tokens go to page 0.
     attention(q [T, N, H], kv, meta, *, scale, sliding_window=None, softcap=None) -> [T, N, H].
+    stored_head_dim(H): how wide a page of `kv` is; what lies past H is 0.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Backend:
     prepare: Callable[[AttentionInput, int], AttentionInput]
     rope_and_write: Callable[..., tuple[Array, KVPages]]
     attention: Callable[..., Array]
+    stored_head_dim: Callable[[int], int] = lambda head_dim: head_dim
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def resolve_backend(
     for name, (why_not, make) in _BACKENDS.items():
         if reason := why_not(device):
             # On a CPU nobody expects a GPU's kernels, and as a start's first line it reads like a fault.
-            log.log(logging.DEBUG if device.platform == "cpu" else logging.INFO, "%s passed over: %s", name, reason)
+            expected = name.endswith(f"_{device.platform}")
+            log.log(logging.INFO if expected else logging.DEBUG, "%s passed over: %s", name, reason)
             continue
         log.info("attention backend: %s on %s", name, device)
         return make(device)
@@ -125,8 +128,39 @@ def _make_mosaic_gpu(device: Device) -> Backend:
     )
 
 
+def _why_not_mosaic_tpu(device: Device) -> str | None:
+    needs = f"it needs a TPU v4, v5e, v5p, v6e or 7x, and this is {device}"
+    if device.platform != "tpu":
+        return needs
+    from jaxserve.pallas_kernels import ragged_paged_attention_mosaic_tpu as kernel
+
+    if kernel.generation_of(device.kind) is None:
+        return needs
+    return kernel.unsupported(dtype=device.dtype, head_dim=device.head_dim)
+
+
+def _make_mosaic_tpu(device: Device) -> Backend:
+    from jaxserve.pallas_kernels import ragged_paged_attention_mosaic_tpu as kernel
+    from jaxserve.pallas_kernels.rope_write_mosaic_tpu import rope_and_write
+
+    generation = kernel.generation_of(device.kind)
+    assert generation is not None, "it can run here"
+    tuning = kernel.TUNING[generation]
+    return Backend(
+        name="mosaic_tpu",
+        platform=device.platform,
+        page_sizes=kernel.PAGE_SIZES,
+        default_page_size=64,
+        prepare=partial(kernel.prepare, tuning=tuning),
+        rope_and_write=rope_and_write,
+        attention=partial(kernel.attention, tuning=tuning),
+        stored_head_dim=kernel.stored_head_dim,
+    )
+
+
 # Best first: `auto` takes the first that can run. Each: why it cannot run on a device (None: it can), how it is made.
 _BACKENDS: dict[str, tuple[Callable[[Device], str | None], Callable[[Device], Backend]]] = {
     "mosaic_gpu": (_why_not_mosaic_gpu, _make_mosaic_gpu),
+    "mosaic_tpu": (_why_not_mosaic_tpu, _make_mosaic_tpu),
     "reference": (lambda device: None, _make_reference),
 }

@@ -57,7 +57,7 @@ class AttentionInput:
     token_rows: Array  # i32[T] row of each token; S for padding tokens
     cu_q_lens: Array  # i32[S_p + 1] bounds of each prefill row's chunk within the prefill region
     num_decode_rows: int  # S_d, static
-    prepared: "Prepared | None" = None  # what `Backend.prepare` works out once per step
+    prepared: Any = None  # what `Backend.prepare` works out once per step, in its backend's own type
 
     @property
     def num_prefill_rows(self) -> int:

@@ -23,7 +23,16 @@ from jaxserve.pallas_kernels.ops import resolve_backend
         ("gpu", "NVIDIA A100-SXM4-80GB", {}, "reference"),
         ("gpu", "NVIDIA B200", {}, "reference"),
         ("gpu", "NVIDIA RTX H1000", {}, "reference"),
-        ("tpu", "TPU v5e", {}, "reference"),
+        ("tpu", "TPU v5e", {}, "mosaic_tpu"),
+        ("tpu", "TPU v4", {"dtype": "bfloat16", "head_dim": 64, "group": 7}, "mosaic_tpu"),
+        ("tpu", "TPU v5 lite", {"dtype": "float32", "head_dim": 96}, "mosaic_tpu"),
+        ("tpu", "TPU v5", {}, "mosaic_tpu"),
+        ("tpu", "TPU v5p", {}, "mosaic_tpu"),
+        ("tpu", "TPU v6 lite", {"head_dim": 256}, "mosaic_tpu"),
+        ("tpu", "TPU7x", {}, "mosaic_tpu"),
+        ("tpu", "TPU v3", {}, "reference"),
+        ("tpu", "TPU v5e", {"dtype": "float16"}, "reference"),
+        ("tpu", "TPU v5e", {"head_dim": 320}, "reference"),
     ],
 )
 def test_auto_takes_the_best_that_runs_and_says_so(platform, kind, shapes, expected, caplog):
@@ -31,29 +40,37 @@ def test_auto_takes_the_best_that_runs_and_says_so(platform, kind, shapes, expec
         backend = resolve_backend("auto", platform, kind, **shapes)
     assert backend.name == expected
     assert f"attention backend: {expected} on {kind}" in caplog.text
-    assert ("mosaic_gpu passed over" in caplog.text) == (expected != "mosaic_gpu" and platform != "cpu")
+    # what is said of another platform's kernels would only confuse
+    for name, of in (("mosaic_gpu", ("gpu", "cuda")), ("mosaic_tpu", ("tpu",))):
+        assert (f"{name} passed over" in caplog.text) == (expected != name and platform in of)
     assert backend.default_page_size in backend.page_sizes
     assert backend.platform == ("gpu" if platform == "cuda" else platform)
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "shapes", "message"),
+    ("name", "platform", "kind", "shapes", "message"),
     [
-        ("cpu", "cpu", {}, "needs an NVIDIA Hopper GPU"),
-        ("gpu", "NVIDIA B200", {}, "NVIDIA B200"),
-        ("gpu", "NVIDIA H200", {"dtype": "float32"}, "the dtype is float32"),
-        ("gpu", "NVIDIA H200", {"head_dim": 96}, "the model's is 96"),
-        ("gpu", "NVIDIA H200", {"group": 17}, "the model has 17"),
+        ("mosaic_gpu", "cpu", "cpu", {}, "needs an NVIDIA Hopper GPU"),
+        ("mosaic_gpu", "gpu", "NVIDIA B200", {}, "NVIDIA B200"),
+        ("mosaic_gpu", "gpu", "NVIDIA H200", {"dtype": "float32"}, "the dtype is float32"),
+        ("mosaic_gpu", "gpu", "NVIDIA H200", {"head_dim": 96}, "the model's is 96"),
+        ("mosaic_gpu", "gpu", "NVIDIA H200", {"group": 17}, "the model has 17"),
+        ("mosaic_gpu", "tpu", "TPU v5e", {}, "needs an NVIDIA Hopper GPU"),
+        ("mosaic_tpu", "cpu", "cpu", {}, "needs a TPU"),
+        ("mosaic_tpu", "gpu", "NVIDIA H200", {}, "NVIDIA H200"),
+        ("mosaic_tpu", "tpu", "TPU v2", {}, "this is TPU v2"),
+        ("mosaic_tpu", "tpu", "TPU v5e", {"dtype": "float16"}, "the dtype is float16"),
+        ("mosaic_tpu", "tpu", "TPU v5e", {"head_dim": 320}, "the model's is 320"),
     ],
 )
-def test_a_named_backend_that_cannot_run_raises(platform, kind, shapes, message):
+def test_a_named_backend_that_cannot_run_raises(name, platform, kind, shapes, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        resolve_backend("mosaic_gpu", platform, kind, **shapes)
+        resolve_backend(name, platform, kind, **shapes)
     assert caught.value.param == "attention_backend"
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="auto, mosaic_gpu, reference, got 'flash'"):
+    with pytest.raises(ConfigError, match="auto, mosaic_gpu, mosaic_tpu, reference, got 'flash'"):
         resolve_backend("flash", "cpu", "cpu")
 
 
