@@ -84,7 +84,9 @@ class GrammarCompiler:
         if not matcher.is_error():
             matcher.compute_bitmask()  # the first one builds what the others use
         if matcher.is_error():
-            raise RequestError(f"the grammar is bad: {matcher.get_error()[:300]}", param="structured_outputs")
+            what = matcher.get_error().split("\n<state>")[0]  # behind it: the parser's insides
+            what = "it matches nothing" if what == "NoExtensionBias" else what[:300]
+            raise RequestError(f"the grammar is bad: {what}", param="structured_outputs")
         return GrammarState(matcher)
 
     def masks(self, states: Sequence[GrammarState]) -> np.ndarray:

@@ -111,8 +111,8 @@ def body(i: int, **more) -> dict:
 async def stream(
     session: aiohttp.ClientSession, url: str, request: dict, leave_after: int | None = None
 ) -> dict | None:
-    """The last choice and usage of a streamed completion; None if this client went away early."""
-    events, last, usage = 0, None, None
+    """The last choice, with all of the text, and usage of a streamed completion; None if this client left early."""
+    events, last, usage, text = 0, None, None, ""
     async with session.post(f"{url}/v1/completions", json=request) as answer:
         assert answer.status == 200, await answer.text()
         async for line in answer.content:
@@ -121,11 +121,12 @@ async def stream(
             event = json.loads(line[6:])
             assert "error" not in event, event
             last, usage = (event["choices"] or [last])[0], event.get("usage") or usage
+            text += "".join(choice["text"] for choice in event["choices"])
             events += 1
             if events == leave_after:
                 return None
     assert last is not None and usage is not None
-    return {**last, "usage": usage}
+    return {**last, "text": text, "usage": usage}
 
 
 async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:

@@ -20,7 +20,7 @@ from jaxserve.http.logprobs import LogprobShapes
 from jaxserve.http.operation import operation
 from jaxserve.http.replies import Completion, CompletionChoice, LegacyLogprobs
 from jaxserve.http.request_id import CALL_ID, call_names
-from jaxserve.http.schema import COMPLETION_MAX_TOKENS, CompletionBody
+from jaxserve.http.schema import COMPLETION_MAX_TOKENS, MAX_PROMPTS, CompletionBody
 from jaxserve.http.sse import event
 from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.request import Request, SamplingParams
@@ -34,6 +34,10 @@ async def completions(request: web.Request) -> web.StreamResponse:
     score_only = body.max_tokens == 0
     params = make_params(server, body, sampling, score_only)
     prompts = body.prompts()
+    if len(prompts) * params.n > MAX_PROMPTS:
+        raise RequestError(
+            f"prompt and n: at most {MAX_PROMPTS} answers in one call, got {len(prompts)} prompts x {params.n}", param="n"
+        )
     call_id = request[CALL_ID] = f"cmpl-{uuid.uuid4().hex}"
     field = "max_tokens" if body.max_tokens is not None else None
     size = LONG_TEXT_CHARS if params.structured_outputs else request[BODY_BYTES]  # a grammar takes time to check
