@@ -125,7 +125,9 @@ def _attention_input(
     """Where each token stands: from (start, count) per row. Also the index of each row's first token."""
     num_decode = bucket.decode_rows
     count, start = rows["count"], rows["start"]
-    cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(count[num_decode:], dtype=jnp.int32)])
+    cu_q_lens = jnp.zeros(1, jnp.int32)
+    if bucket.prefill_rows:  # a sum over none crashes the TPU compiler (libtpu 0.0.50)
+        cu_q_lens = jnp.concatenate([cu_q_lens, jnp.cumsum(count[num_decode:], dtype=jnp.int32)])
     decode_rows = jnp.where(count[:num_decode] > 0, jnp.arange(num_decode, dtype=jnp.int32), bucket.rows)
     index = jnp.arange(bucket.prefill_tokens, dtype=jnp.int32)
     # A chunk's row is the number of chunk ends at or before the token; past the last chunk it is padding.

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import json
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -36,6 +37,34 @@ def _programs_are_dropped() -> Iterator[None]:
     if jax := sys.modules.get("jax"):
         jax.clear_caches()
         gc.collect()
+
+
+# A topology of each TPU generation, as libtpu names it.
+TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+
+
+@pytest.fixture(scope="session")
+def compile_for_tpu() -> Callable[..., Any]:
+    """compile(generation, function, *shapes, donated=()): compiled for one chip by the real TPU compiler, on this host.
+
+    `generation`: a key of TPUS. Skips where the compiler is missing: pip install '.[dev,tpu]' brings it.
+    """
+    pytest.importorskip("libtpu", reason="libtpu is not installed: pip install '.[dev,tpu]'")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask a cloud VM what this machine is
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is used that another process could want
+    import jax
+    from jax.experimental import topologies
+    from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+    def compile(generation: str, function: Callable[..., Any], *shapes: Any, donated: tuple[int, ...] = ()) -> Any:
+        chip = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[generation]).devices[0]
+        place = SingleDeviceSharding(chip)
+        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
+        kind = AbstractDevice(chip.device_kind, getattr(chip, "num_cores", 1), "tpu")
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+            return jax.jit(function, donate_argnums=donated, keep_unused=True).lower(*shapes).compile()
+
+    return compile
 
 
 METRICS = """# TYPE jaxserve:num_requests_running gauge
