@@ -278,6 +278,11 @@ def test_options_that_contradict_the_grammar_end_the_request_alone(llm):
     assert (good.outputs[0].text, good.outputs[0].finish_reason) == ("yes", "stop")
 
 
+def test_a_grammar_that_matches_nothing_is_told_so_and_not_how_the_parser_sees_it(llm):
+    with pytest.raises(RequestError, match=r"^the grammar is bad: it matches nothing$"):
+        llm.generate(["a"], params(grammar="start: start"), use_tqdm=False)
+
+
 def test_min_tokens_and_ignore_eos_do_not_outlast_a_complete_output(llm):
     wanted = params(choice=["yes"])
     wanted.min_tokens, wanted.ignore_eos = 50, True

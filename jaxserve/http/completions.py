@@ -35,9 +35,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
     params = make_params(server, body, sampling, score_only)
     prompts = body.prompts()
     if len(prompts) * params.n > MAX_PROMPTS:
-        raise RequestError(
-            f"prompt and n: at most {MAX_PROMPTS} answers in one call, got {len(prompts)} prompts x {params.n}", param="n"
-        )
+        got = f"{len(prompts)} prompts x {params.n}"
+        raise RequestError(f"prompt and n: at most {MAX_PROMPTS} answers in one call, got {got}", param="n")
     call_id = request[CALL_ID] = f"cmpl-{uuid.uuid4().hex}"
     field = "max_tokens" if body.max_tokens is not None else None
     size = LONG_TEXT_CHARS if params.structured_outputs else request[BODY_BYTES]  # a grammar takes time to check

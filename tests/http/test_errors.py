@@ -98,6 +98,7 @@ BAD_FIELDS = [
 ]
 OF_COMPLETIONS = {"echo", "best_of", "suffix"}  # fields that chats do not have
 BAD_COMPLETIONS = [
+    ({"prompt": ["a"] * 512, "n": 3, "temperature": 1}, "n"),  # 1,536 answers in one call
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"prompt": ""}, "prompt"),
     ({"prompt": None}, "prompt"),
