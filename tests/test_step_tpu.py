@@ -1,19 +1,24 @@
-"""An engine's programs for TPUs, compiled by the real TPU compiler on this CPU host. Nothing runs on a TPU."""
+"""An engine with the TPU's kernels: interpreted, and its programs compiled by the TPU compiler on this CPU host."""
 
+import json
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve import step_cache
 from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
 from jaxserve.models.loading import LoadedModel
 from jaxserve.models.registry import ARCHITECTURES, resolve
+from jaxserve.pallas_kernels import ops
 from jaxserve.pallas_kernels.ops import resolve_backend
+from jaxserve.request import Request, SamplingParams
 from jaxserve.runner import Kind, Runner
 from jaxserve.shapes import Bucket
-
-pytestmark = pytest.mark.tpu_aot
 
 LAYERS, SLOTS, PAGES, MAX_MODEL_LEN = 2, 64, 2048, 131072
 DECODE, MIXED = Bucket(0, SLOTS, 0), Bucket(512, SLOTS, 16)
@@ -37,6 +42,7 @@ def runner() -> Runner:
     return Runner(options, loaded, backend, (DECODE, MIXED), backend.default_page_size, SLOTS)
 
 
+@pytest.mark.tpu_aot
 @pytest.mark.parametrize("size", [DECODE, MIXED], ids=str)
 @pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.FORWARD])
 def test_a_step_compiles_and_copies_no_pool(runner: Runner, kind: Kind, size: Bucket, compile_for_tpu):
@@ -57,8 +63,38 @@ def test_a_step_compiles_and_copies_no_pool(runner: Runner, kind: Kind, size: Bu
     assert not re.search(rf"\[{shape}\]\S* (?:copy|copy-start|fusion|transpose)\(", text)
 
 
+@pytest.mark.tpu_aot
 def test_a_draw_compiles(runner: Runner, compile_for_tpu):
     function, shapes, donated = runner.flat((Kind.DRAW, SLOTS), PAGES, MAX_MODEL_LEN)
     compiled = compile_for_tpu("v5e", function, *shapes, donated=tuple(donated))
     state_bytes = sum(shapes[i].size * shapes[i].dtype.itemsize for i in donated)
     assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2_window_yarn"])
+def test_greedy_ids_of_an_engine_with_interpreted_kernels_equal_transformers(case, monkeypatch):
+    """Prompts in chunks beside decode rows, with a window and without, in float32."""
+
+    def lower(function, shapes, *, donated, name):  # an interpreted kernel calls back, and cannot be exported
+        return step_cache.jitted(function, tuple(donated)).lower(*shapes)
+
+    monkeypatch.setattr(step_cache, "lower", lower)
+    backend = resolve_backend("mosaic_tpu", "tpu", "TPU v4", dtype="float32")
+    monkeypatch.setattr(ops, "resolve_backend", lambda *_, **__: backend)
+    folder = Path(__file__).parent / "goldens" / case
+    entries = json.loads((folder / "golden.json").read_text())[:3]
+    config = EngineConfig(
+        model=str(folder), page_size=16, max_num_seqs=4, max_num_batched_tokens=20, max_model_len=128,
+        kv_cache_memory_bytes=2**23, enforce_eager=True,
+    )  # fmt: skip
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        engine = Engine(config, checks=True)
+        for i, entry in enumerate(entries):
+            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            engine.submit(Request(request_id=str(i), prompt_token_ids=entry["prompt_ids"], params=params, max_tokens=4))
+        got = {str(i): [] for i in range(len(entries))}
+        while engine.has_work():
+            for delta in engine.step():
+                got[delta.request_id] += delta.token_ids
+    pltpu.reset_tpu_interpret_mode_state()
+    assert list(got.values()) == [entry["ids"][:4] for entry in entries]
