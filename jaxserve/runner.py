@@ -303,7 +303,8 @@ class Runner:
         weights, packed = (self._loaded.params,), array(self._layouts[size].size)
         kv = jax.eval_shape(lambda: self._new_kv(num_pages))
         if kind is Kind.PLAIN:
-            return Signature(weights, (kv, state.page_table, state.last_token), (tokens,), (packed,), (tokens,))
+            held = (tokens,) if self._backend.platform == "gpu" else ()  # whose two copies of a program take turns
+            return Signature(weights, (kv, state.page_table, state.last_token), held, (packed,), (tokens,))
         scored = array(size.prefill_tokens, LOGPROB_COLUMNS) if size.prefill_tokens else None
         forward = Forward(logits, columns, array(num_rows, model.hidden_size, dtype=f32), scored)
         return Signature(weights, (kv, state.page_table), (), (state.last_token, packed), (forward,))
@@ -316,7 +317,7 @@ class Runner:
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._compiler_options(key)
         runs = [lowered.compile(options)]
-        if held and self._backend.platform == "gpu":  # the second one comes out of the compile cache
+        if held:  # the second one comes out of the compile cache
             runs.append(lowered.compile(options))
         return [Program(run, put, first, others, outputs) for run in runs for first, *others in (fresh(),)]
 
