@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of options left open, by platform
         "max_num_batched_tokens": 8192,
         "max_num_mixed_tokens": 2048,
         "dtype": "bfloat16",
-    },  # fmt: skip
+    },
     "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048, "dtype": "bfloat16"},
 }
 
@@ -280,16 +280,14 @@ class Engine:
 
     def _masks(self, plan: Plan) -> dict[int, np.ndarray]:
         """The ids that may follow, of each row that draws under a grammar."""
-        drawing = [
-            (first + i, seq)
+        rows = [
+            (first + i, seq.grammar)
             for first, region in ((0, plan.decode), (len(plan.decode), plan.prefill))
             for i, seq in enumerate(region.seqs)
-            if seq.request.grammar is not None and region.samples[i] and seq.finish_reason is None
+            if seq.grammar is not None and region.samples[i] and seq.finish_reason is None
         ]
-        rows = [(row, seq.grammar) for row, seq in drawing if seq.grammar is not None]
         masks = self.prepare_grammars().masks([grammar for _, grammar in rows])
-        free = {row: np.full(masks.shape[1], -1, np.int32) for row, seq in drawing if seq.grammar is None}
-        return free | {row: mask for (row, _), mask in zip(rows, masks, strict=True)}
+        return {row: mask for (row, _), mask in zip(rows, masks, strict=True)}
 
     def _commit(self, launched: Any) -> list[SequenceDelta]:
         results = self._runner.collect(launched)

@@ -273,17 +273,16 @@ class Runner:
         else:
             build = build_plain if kind is Kind.PLAIN else build_forward
             function = build(graphdef, self._layouts[size], backend)
-        parts = self._signature(key, num_pages, max_model_len)[:-1]
-        shapes, tree = jax.tree.flatten(parts)
+        weights, updated, held, rest, _ = self._signature(key, num_pages, max_model_len)
+        shapes, tree = jax.tree.flatten((weights, updated, held, rest))
         shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype) for s in shapes]
 
         def flat(*leaves: jax.Array) -> list[jax.Array]:
             weights, updated, _, rest = jax.tree.unflatten(tree, leaves)
             return jax.tree.leaves(function(*weights, *updated, *rest))
 
-        begin = len(jax.tree.leaves(parts[0]))
-        donated = parts[1:3]
-        return flat, shapes, range(begin, begin + len(jax.tree.leaves(donated)))
+        begin = len(jax.tree.leaves(weights))
+        return flat, shapes, range(begin, begin + len(jax.tree.leaves((updated, held))))
 
     def _signature(self, key: Key, num_pages: int, max_model_len: int) -> "Signature":
         kind, size = key
@@ -404,13 +403,14 @@ class Runner:
     def draw(self, launched: Launched, masks: dict[int, np.ndarray] | None = None) -> None:
         """Draws the tokens of a step that launch() has left at the forward pass.
 
-        masks: row of the plan -> i32[V/32], bit i % 32 of word i // 32: id i may follow.
+        masks: row of the plan -> i32[V/32], bit i % 32 of word i // 32: id i may follow. Other rows: any. None: no
+        row has a grammar.
         """
         forward, bucket = launched.forward, launched.bucket
         assert forward is not None
         with self._compiles:
             program, state, sent = self._program(Kind.DRAW, bucket.rows), self._state, None
-            if masks:
+            if masks is not None:
                 sent = np.full(program.sent.shape, -1, np.int32)
                 for row, mask in masks.items():
                     sent[self._device_row(launched, row)] = mask

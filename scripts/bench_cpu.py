@@ -139,20 +139,34 @@ def is_healthy(url: str) -> bool:
     return False
 
 
-def bench_serve(args: argparse.Namespace, url: str, concurrency: int, seed: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "jaxserve", "bench", "serve", "--base-url", url, "--seed", str(seed)),
-            *("--vocab-size", str(VOCAB_SIZE), "--random-input-len", str(args.input_len)),
-            *("--random-output-len", str(args.output_len), "--num-prompts", str(concurrency), "--ignore-eos"),
-            *("--max-concurrency", str(concurrency), "--disable-tqdm", "--metric-percentiles", "50,99"),
-            *("--save-result", "--result-dir", folder, "--result-filename", "result.json", "--num-warmups", "1"),
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.nice(CLIENT_NICE))
-        result = json.loads((Path(folder) / "result.json").read_text())
+def bench_serve(url: str, file: Path, *, nice: int = 0, **options: int) -> dict[str, Any]:
+    """`jaxserve bench serve` with these options; its result, which is also in `file`."""
+    command = [
+        *(sys.executable, "-m", "jaxserve", "bench", "serve", "--base-url", url, "--ignore-eos", "--disable-tqdm"),
+        *("--num-warmups", "1", "--metric-percentiles", "50,99"),
+        *("--save-result", "--result-dir", str(file.parent), "--result-filename", file.name),
+        *(word for name, value in options.items() for word in ("--" + name.replace("_", "-"), str(value))),
+    ]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, preexec_fn=lambda: os.nice(nice))
+    result = json.loads(file.read_text())
     if result["failed"]:
-        sys.exit(f"scripts/bench_cpu.py: {result['failed']} requests failed at concurrency {concurrency}")
+        sys.exit(f"{sys.argv[0]}: {result['failed']} requests failed at concurrency {options['max_concurrency']}")
     return result
+
+
+def bench_demo(args: argparse.Namespace, url: str, concurrency: int, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return bench_serve(
+            url,
+            Path(folder) / "result.json",
+            nice=CLIENT_NICE,
+            seed=seed,
+            vocab_size=VOCAB_SIZE,
+            random_input_len=args.input_len,
+            random_output_len=args.output_len,
+            num_prompts=concurrency,
+            max_concurrency=concurrency,
+        )
 
 
 # ------------------------------------------------------------------------------------------------ Transformers
@@ -210,7 +224,7 @@ def side_by_side(args: argparse.Namespace, url: str, engine: Peer, peer: Peer | 
         for repeat in range(args.repeats + 1):
             seed = 1000 * n + repeat
             columns["engine"].append(engine.speed(prompts(args, n, seed)))
-            columns["server"].append(bench_serve(args, url, n, seed))
+            columns["server"].append(bench_demo(args, url, n, seed))
             if peer and n in (1, STATIC_BATCH):
                 columns["peer"].append(peer.speed(prompts(args, n, seed)))
         found[n] = {name: runs[1:] for name, runs in columns.items()}

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench_cpu import server
+from bench_cpu import bench_serve, server
 from made_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,6 +56,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "jaxserve-bench", metavar="DIR")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    args.engine = engine_options(args)
     file = args.out / f"{args.shape}.json"
     figures = json.loads(file.read_text()) if file.exists() else {}
     with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as cache:
@@ -81,27 +82,27 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     cache = Path(os.environ["JAXSERVE_CACHE_DIR"])
     empty = not any(cache.iterdir())
-    with server(cache, engine_options(args)) as (url, seconds):
+    with server(cache, args.engine) as (url, seconds):
         if empty:
             figures["start, cold s"] = seconds
         for concurrency in REQUESTS:
             figures |= load(args, url, concurrency)
-    with server(cache, engine_options(args)) as (_, figures["start, warm s"]):
+    with server(cache, args.engine) as (_, figures["start, warm s"]):
         pass
     return figures
 
 
 def load(args: argparse.Namespace, url: str, concurrency: int) -> dict[str, float]:
-    run(
-        *("-m", "jaxserve", "bench", "serve", "--base-url", url, "--seed", str(concurrency), "--ignore-eos"),
-        *("--vocab-size", "100000", "--random-input-len", "512", "--random-output-len", "256", "--num-warmups", "1"),
-        *("--num-prompts", str(REQUESTS[concurrency]), "--max-concurrency", str(concurrency), "--disable-tqdm"),
-        *("--metric-percentiles", "50,99", "--save-result", "--result-dir", str(args.out)),
-        *("--result-filename", f"serve-{args.shape}-{concurrency}.json"),
+    result = bench_serve(
+        url,
+        args.out / f"serve-{args.shape}-{concurrency}.json",
+        seed=concurrency,
+        vocab_size=100_000,
+        random_input_len=512,
+        random_output_len=256,
+        num_prompts=REQUESTS[concurrency],
+        max_concurrency=concurrency,
     )
-    result = json.loads((args.out / f"serve-{args.shape}-{concurrency}.json").read_text())
-    if result["failed"]:
-        sys.exit(f"scripts/bench_gpu.py: {result['failed']} requests failed at concurrency {concurrency}")
     names = {"tok/s": "output_throughput", "TTFT p50 ms": "p50_ttft_ms", "TTFT p99 ms": "p99_ttft_ms"}
     names |= {"TPOT p50 ms": "p50_tpot_ms", "ITL p99 ms": "p99_itl_ms"}
     return {f"server {concurrency}, {name}": result[key] for name, key in names.items()}
@@ -112,7 +113,7 @@ def offline(args: argparse.Namespace) -> dict[str, float]:
     for requests in OFFLINE:
         file = args.out / f"throughput-{args.shape}-{requests}.json"
         run(
-            *("-m", "jaxserve", "bench", "throughput", *engine_options(args), "--input-len", "512"),
+            *("-m", "jaxserve", "bench", "throughput", *args.engine, "--input-len", "512"),
             *("--output-len", "256", "--num-prompts", str(requests), "--num-warmups", "64", "--temperature", "0"),
             *("--disable-detokenize", "--disable-tqdm", "--output-json", str(file)),
         )
@@ -123,14 +124,14 @@ def offline(args: argparse.Namespace) -> dict[str, float]:
 
 
 def structured(args: argparse.Namespace) -> dict[str, float]:
-    out = run("scripts/bench_structured.py", *engine_options(args))
+    out = run("scripts/bench_structured.py", *args.engine)
     found = re.findall(r"\| (.+) \| ([\d,]+) \| [\d.]+% \|", out)
     return {f"64 rows, {name}, tok/s": float(speed.replace(",", "")) for name, speed in found}
 
 
 def decode(args: argparse.Namespace) -> dict[str, float]:
     out = run(
-        *("scripts/profile_step.py", *engine_options(args), "--batch", "1", "8", "64", "--context", "192"),
+        *("scripts/profile_step.py", *args.engine, "--batch", "1", "8", "64", "--context", "192"),
         "--enforce-eager",
     )
     (args.out / f"profile-{args.shape}.md").write_text(out)
