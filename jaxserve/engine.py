@@ -92,7 +92,6 @@ class Engine:
         max_num_seqs, budget = choices["max_num_seqs"], choices["max_num_batched_tokens"]
         buckets = make_buckets(max_num_seqs, budget, fine=device.platform == "gpu")
         self._runner = Runner(config, loaded, backend, buckets, page_size, max_num_seqs)
-        log.info("%s", self._runner.pool)
         self.info = EngineInfo(
             model=config.model,
             vocab_size=model_config.vocab_size,

@@ -143,6 +143,7 @@ class Runner:
         self._flags = [0] * self._num_slots
         self._page_size = page_size
         self.pool = self._size_pool(config)
+        log.info("%s", self.pool)
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
         if not config.enforce_eager:
             self._warm_up()  # while memory is free: XLA tries kernels out

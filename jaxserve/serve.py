@@ -35,35 +35,40 @@ def main(config: ServeConfig) -> int:
 
 
 async def _serve(config: ServeConfig) -> int:
-    starting, signals = asyncio.create_task(_start(config)), []
+    task, signals = asyncio.create_task(_start(config)), []
 
     def interrupt(number: int) -> None:
         if not signals:
-            starting.cancel()
+            task.cancel()
         signals.append(number)
 
     _on_signals(interrupt)
     try:
-        engine, frontend = await starting
+        engine, frontend = await task
     except asyncio.CancelledError:
         _die_of(signals[0])
         raise
     try:
-        http = asyncio.create_task(serve_http(frontend, engine.client, config))
+        task = http = asyncio.create_task(serve_http(frontend, engine.client, config))
+        if signals:  # when it had just started
+            http.cancel()
         dying = asyncio.create_task(engine.wait())
         await asyncio.wait([http, dying], return_when=asyncio.FIRST_COMPLETED)
-        if http.done():
+        if http.done() and not http.cancelled():
             await http
             return 0
-        log.error("the engine process ended with code %s: shutting down", dying.result())
-        http.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await http
-        return 1
+        if not http.done():
+            log.error("the engine process ended with code %s: shutting down", dying.result())
+            http.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await http
+            return 1
     finally:
         for number in SIGNALS:  # it is ending as it is
             signal.signal(number, signal.SIG_IGN)
         await engine.stop()
+    _die_of(signals[0])
+    return 1
 
 
 async def _start(config: ServeConfig) -> tuple[EngineProcess, Frontend]:

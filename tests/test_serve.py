@@ -340,6 +340,33 @@ async def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.S
         )
 
 
+JUST_STARTED = """
+import asyncio, os, sys
+from jaxserve import serve
+
+class Engine:
+    client = None
+    async def wait(self): await asyncio.sleep(60)
+    async def stop(self): print("stopped", flush=True)
+
+async def start(config):
+    os.kill(os.getpid(), int(sys.argv[1]))  # nobody serves yet, and the start can no more be cancelled
+    return Engine(), None
+
+async def http(*_): await asyncio.sleep(60)
+
+serve._start, serve.serve_http = start, http
+sys.exit(asyncio.run(serve._serve(None)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_when_the_engine_has_just_started_is_not_lost(number: signal.Signals):
+    command = [sys.executable, "-c", JUST_STARTED, str(int(number))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (ended.returncode, ended.stdout) == (-number, "stopped\n"), ended.stderr
+
+
 async def test_many_signals_end_it_as_one_does(tmp_path: Path):
     async with serving(tmp_path, "--enforce-eager") as server:
         children = server.children()
