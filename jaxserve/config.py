@@ -119,7 +119,7 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        "type of weights and activations; auto: bfloat16 on GPU and TPU, float32 on CPU",
+        "type of weights and activations; auto: bfloat16, or float32 on a CPU that does not compute in bfloat16",
         group="model",
         choices=("auto", "bfloat16", "float16", "float32"),
     )

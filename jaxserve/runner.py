@@ -78,8 +78,9 @@ class Program:
 
     On a GPU a program is one CUDA graph. If an address differs from the last run's, temporary memory included, XLA
     updates every node before it launches the graph. That took 1 ms of the host's time for Qwen-1.5B at batch 1 and 3 ms
-    at 256 (jax 0.11.2, H200). So there are two of each plain one, which take turns: one runs while the next is
-    launched. The results of others are hundreds of megabytes, and allocated for each run instead.
+    at 256, and 3 ms more of a Llama-8B one of 64 rows that hands its logits on (jax 0.11.2, H200). So there are two of
+    each, which take turns: one runs while the next is launched. Only forward passes with prompts in them have one copy,
+    and their results, hundreds of megabytes, are allocated for each run.
     """
 
     run: Any
@@ -94,7 +95,7 @@ class Signature(NamedTuple):
 
     weights: tuple[Any, ...]
     updated: tuple[Any, ...]
-    held: tuple[Any, ...]  # memory that results are written to: all of them or, (), none
+    held: tuple[Any, ...]  # memory that results are written to: all of them or, (), none; then there are two programs
     rest: tuple[Any, ...]  # the last one comes from the host
     results: tuple[Any, ...]
 
@@ -195,6 +196,8 @@ class Runner:
             memory = self._lower(key, *sizes).compile(self._compiler_options(key)).memory_analysis()
             results = memory.output_size_in_bytes - memory.alias_size_in_bytes
             size += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
+        for key in self.program_keys():
+            size += 2 * sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(self._signature(key, *sizes).held))
         return size
 
     def free(self, *, keep_weights: bool) -> None:
@@ -294,31 +297,32 @@ class Runner:
         def array(*shape: int, dtype: Any = i32) -> Any:
             return jax.ShapeDtypeStruct(shape, dtype)
 
+        takes_turns = self._backend.platform == "gpu"
         logits, columns = array(num_rows, model.vocab_size, dtype=f32), array(len(row_columns()), num_rows)
         tokens = array(num_rows)
         if isinstance(size, int):
             masks = array(num_rows, ceil_div(model.vocab_size, 32))
             drawn = Drawn(tokens, array(num_rows, LOGPROB_COLUMNS))
-            return Signature((), (state.last_token, state.extras), (), (logits, columns, masks), (drawn,))
+            updated = (state.last_token, state.extras)
+            return Signature((), updated, (drawn,) if takes_turns else (), (logits, columns, masks), (drawn,))
         weights, packed = (self._loaded.params,), array(self._layouts[size].size)
         kv = jax.eval_shape(lambda: self._new_kv(num_pages))
         if kind is Kind.PLAIN:
-            held = (tokens,) if self._backend.platform == "gpu" else ()  # whose two copies of a program take turns
-            return Signature(weights, (kv, state.page_table, state.last_token), held, (packed,), (tokens,))
+            updated = (kv, state.page_table, state.last_token)
+            return Signature(weights, updated, (tokens,) if takes_turns else (), (packed,), (tokens,))
         scored = array(size.prefill_tokens, LOGPROB_COLUMNS) if size.prefill_tokens else None
         forward = Forward(logits, columns, array(num_rows, model.hidden_size, dtype=f32), scored)
-        return Signature(weights, (kv, state.page_table), (), (state.last_token, packed), (forward,))
+        held = (forward,) if takes_turns and not size.prefill_tokens else ()
+        return Signature(weights, (kv, state.page_table), held, (state.last_token, packed), (forward,))
 
     def _compile(self, key: Key, lowered: Any) -> list[Program]:
         signature = self._signature(key, *self._sizes)
-        sent, held = signature.rest[-1], signature.held
+        sent, held = signature.rest[-1], jax.tree.leaves(signature.held)
         fresh = jax.jit(lambda: [jnp.zeros(s.shape, s.dtype) for s in (sent, *held)])
         put = _compiled(lambda _, new: jnp.copy(new), sent, np.zeros(sent.shape, np.int32))
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._compiler_options(key)
-        runs = [lowered.compile(options)]
-        if held:  # the second one comes out of the compile cache
-            runs.append(lowered.compile(options))
+        runs = [lowered.compile(options) for _ in range(2 if held else 1)]  # the second: out of the compile cache
         return [Program(run, put, first, others, outputs) for run in runs for first, *others in (fresh(),)]
 
     def _compiler_options(self, key: Key) -> dict[str, Any]:

@@ -42,28 +42,31 @@ class Bucket:
         return f"{self.decode_rows} decode rows + {self.prefill_tokens} prefill tokens"
 
 
-def make_buckets(max_num_seqs: int, max_num_batched_tokens: int, *, fine: bool) -> tuple[Bucket, ...]:
+def make_buckets(
+    max_num_seqs: int, max_num_batched_tokens: int, *, fine: bool, fewest_rows: int = 1
+) -> tuple[Bucket, ...]:
     """All buckets of an engine, smallest first; the largest holds exactly the token budget.
 
     `fine` (GPU) spaces sizes closely, because padding costs time there at any size; otherwise they are few, because
-    compiling is what costs.
+    compiling is what costs. No bucket has fewer rows than `fewest_rows`.
     """
     prefill_budget = max_num_batched_tokens - max_num_seqs
     if fine:
         rows = [1, 8, 16, 32, 48, 64, 96, 128, *range(192, max_num_seqs, 64)]
-        sizes, shared = [64, 256, 512, 1024, 2048, 4096], {64, 512, 2048, prefill_budget}
-        max_chunks, few = 64, max_num_seqs
+        sizes, max_chunks = [64, 256, 512, 1024, 2048, 4096], 64
+        beside = {64: {max_num_seqs}, 512: {max_num_seqs}, 2048: {64, max_num_seqs}}
     else:
         rows = [1, 4, 8, 16, 32, *(2**i for i in range(6, 13))]
-        sizes, shared = [32], {32, prefill_budget}
-        max_chunks, few = 8, min(8, max_num_seqs)
-    decode = [Bucket(0, r, 0) for r in sorted({r for r in rows if r < max_num_seqs} | {max_num_seqs})]
-    # Prompt chunks alone (a first request should not pay for empty rows), or (`shared`) with room for decode rows.
+        sizes, max_chunks = [32], 8
+        beside = {32: {8}}
+    beside[prefill_budget] = {max_num_seqs}
+    rows = {max(r, fewest_rows) for r in rows if r < max_num_seqs} | {max(max_num_seqs, fewest_rows)}
+    decode = [Bucket(0, r, 0) for r in sorted(rows)]
+    # Prompt chunks alone (a first request should not pay for empty rows), or with room for so many decode rows.
     mixed = [
         Bucket(size, r, min(max(size // 16, 1), max_chunks, max_num_seqs))
         for size in sorted({s for s in sizes if s < prefill_budget} | {prefill_budget})
-        for r in (0, max_num_seqs if size == prefill_budget else few)
-        if not r or size in shared
+        for r in {0} | {min(r, max_num_seqs) for r in beside.get(size, ())}
     ]
     return tuple(sorted(decode + mixed))
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.tree_util import Partial
 from jaxtyping import Array, Float, Float32, Int32
 
+from jaxserve.models.layers import Operations
 from jaxserve.pallas_kernels.ops import Backend
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
 from jaxserve.request import knob_names
@@ -79,9 +80,11 @@ def build_plain(graphdef: Any, layout: PackedLayout, backend: Backend) -> Callab
         params: Any, kv: list[KVPages], page_table: Pages, last_token: Slots, packed: Int32[Array, " n"]
     ) -> tuple[list[KVPages], Pages, Slots, Int32[Array, " S"]]:
         model, parts = nnx.merge(graphdef, params), layout.views(packed)
-        hidden, last, _, kv, page_table = _run_layers(model, layout, backend, kv, page_table, last_token, parts)
+        hidden, *_, kv, page_table = _run_layers(
+            model, layout, backend, kv, page_table, last_token, parts, only_last=True
+        )
         rows = dict(zip(layout.columns, parts["rows"], strict=True))
-        drawn = sample(model.logits(hidden[last]), _sampling_rows(rows), None, rows["slot"], features=False)
+        drawn = sample(model.logits(hidden), _sampling_rows(rows), None, rows["slot"], features=False)
         return kv, page_table, _remember(last_token, rows, drawn.token), drawn.token
 
     return plain
@@ -89,10 +92,10 @@ def build_plain(graphdef: Any, layout: PackedLayout, backend: Backend) -> Callab
 
 def _run_layers(
     model: Any, layout: PackedLayout, backend: Backend, kv: list[KVPages], page_table: Pages, last_token: Slots,
-    parts: dict[str, Array],
-) -> tuple[Float[Array, "T D"], Int32[Array, " S"], AttentionInput, list[KVPages], Pages]:  # fmt: skip
-    """Hidden states after the last norm, the index of each row's last token, what attention knows of the rows; KV and
-    page table with this step written in.
+    parts: dict[str, Array], *, only_last: bool = False,
+) -> tuple[Float[Array, "T_or_S D"], Int32[Array, " S"], AttentionInput, list[KVPages], Pages]:  # fmt: skip
+    """Hidden states after the last norm (`only_last`: of each row's last token), the index of each row's last token,
+    what attention knows of the rows; KV and page table with this step written in.
     """
     bucket = layout.bucket
     rows = dict(zip(layout.columns, parts["rows"], strict=True))
@@ -103,14 +106,14 @@ def _run_layers(
     tokens = _input_tokens(parts["tokens"], rows["slot"], meta.token_rows, last_token)
 
     def attend(
-        meta: AttentionInput, qkv: Array, kv_l: KVPages, rope: tuple[Array, Array], *,
-        scale: float, sliding_window: int | None, softcap: float | None, **projection: Any,
-    ) -> tuple[Array, KVPages]:  # fmt: skip
-        q, kv_l = backend.rope_and_write(qkv, kv_l, meta, *rope, **projection)
-        return backend.attention(q, kv_l, meta, scale=scale, sliding_window=sliding_window, softcap=softcap), kv_l
+        meta: AttentionInput, qkv: Array, kv_l: KVPages, rope: tuple[Array, Array], **how: Any
+    ) -> tuple[Array, KVPages]:
+        return backend.attend(qkv, kv_l, meta, *rope, **how)
 
-    hidden, kv = model.forward(tokens, meta.positions, kv, Partial(attend, meta))
     last = jnp.clip(row_starts + rows["count"] - 1, 0, bucket.tokens - 1)
+    wanted = last if only_last and bucket.prefill_tokens else None  # without prompts these are all there are, in order
+    ops = Operations(Partial(attend, meta), Partial(backend.add_norm))
+    hidden, kv = model.forward(tokens, meta.positions, kv, ops, wanted)
     return hidden, last, meta, kv, page_table
 
 

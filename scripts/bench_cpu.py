@@ -2,7 +2,7 @@
 
     .venv/bin/python scripts/bench_cpu.py --transformers-python /path/to/python/with/torch/and/transformers
 
-Measures, with the same token-id prompts, greedy, in float32:
+Measures, with the same token-id prompts, greedy, all with weights of --dtype:
     engine        LLM.generate() in a process of its own, ids only: the step and its bookkeeping, no text, no HTTP
     server        streaming completions through `jaxserve serve`, by `jaxserve bench serve` at nice 10, right after one
                   request that is not counted (the others have just had the caches)
@@ -39,7 +39,6 @@ CONCURRENCY = (1, 8, 16, 32)
 STATIC_BATCH = 8
 VOCAB_SIZE = 49152  # of the demo model
 READY_TIMEOUT_S = 600
-SERVED = ["--dtype", "float32"]  # the demo model
 CLIENT_NICE = 10  # the load generator shares two cores with the server: it must not take them from it
 ENV = {"JAX_PLATFORMS": "cpu", **HUGE_PAGES}  # what `jaxserve serve` gives its engine, for the engine alone too
 
@@ -47,6 +46,7 @@ ENV = {"JAX_PLATFORMS": "cpu", **HUGE_PAGES}  # what `jaxserve serve` gives its 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformers-python", metavar="PATH", help="Python with torch and transformers")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default: %(default)s)")
     parser.add_argument("--input-len", type=int, default=16, help="tokens of a prompt (default: %(default)s)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of an answer (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each figure (default: %(default)s)")
@@ -72,7 +72,7 @@ def serve_engine(args: argparse.Namespace) -> None:
     """Answers each line of stdin, a list of prompts, with the output tokens/s of LLM.generate()."""
     from jaxserve import LLM, SamplingParams
 
-    llm = LLM(dtype="float32")
+    llm = LLM(dtype=args.dtype)
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True, detokenize=False)
     for line in sys.stdin:
         batch = json.loads(line)
@@ -103,7 +103,7 @@ class Peer:
 
 
 def engine_peer(args: argparse.Namespace) -> Peer:
-    command = [sys.executable, __file__, "--engine-only", "--output-len", str(args.output_len)]
+    command = [sys.executable, __file__, "--engine-only", "--output-len", str(args.output_len), "--dtype", args.dtype]
     return Peer(command, {**os.environ, **ENV})
 
 
@@ -176,7 +176,7 @@ import json, sys, time
 import torch
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[3])).eval()
 n = int(sys.argv[2])
 for line in sys.stdin:
     ids = torch.tensor(json.loads(line))
@@ -210,7 +210,7 @@ def transformers_versions(args: argparse.Namespace) -> str:
 def transformers_peer(args: argparse.Namespace, folder: Path) -> Peer:
     export_demo_model(folder)
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # it is another environment
-    return Peer([args.transformers_python, "-c", TRANSFORMERS, str(folder), str(args.output_len)], env)
+    return Peer([args.transformers_python, "-c", TRANSFORMERS, str(folder), str(args.output_len), args.dtype], env)
 
 
 # ------------------------------------------------------------------------------------------------------ report
@@ -234,10 +234,10 @@ def side_by_side(args: argparse.Namespace, url: str, engine: Peer, peer: Peer | 
 def report(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as folder:
         (Path(folder) / "models").symlink_to(cache_dir() / "models")
-        with server(Path(folder), SERVED, ENV) as (_, cold_s):
+        with server(Path(folder), ["--dtype", args.dtype], ENV) as (_, cold_s):
             pass
         with (
-            server(Path(folder), SERVED, ENV) as (url, warm_s),
+            server(Path(folder), ["--dtype", args.dtype], ENV) as (url, warm_s),
             tempfile.TemporaryDirectory(prefix="jaxserve-export-") as export,
         ):
             peer = transformers_peer(args, Path(export)) if args.transformers_python else None
@@ -253,7 +253,7 @@ def report(args: argparse.Namespace) -> None:
     print(f"Command: `scripts/bench_cpu.py {' '.join(shown)}`, {datetime.date.today()}  ")
     print(f"Machine: {facts['cpu']}, {memory}; jax {facts['jax']}, Python {facts['python'].split()[0]}  ")
     print(f"Transformers: {versions}.  ")
-    print(f"Prompts of {args.input_len} tokens, answers of {args.output_len}, float32, greedy.\n")
+    print(f"Prompts of {args.input_len} tokens, answers of {args.output_len}, {args.dtype}, greedy.\n")
     print("| streams | engine, output tok/s | server, output tok/s | server / engine | Transformers, output tok/s |")
     print("|---|---|---|---|---|")
     for n, columns in found.items():

@@ -35,11 +35,11 @@ from kernel_cases import (  # noqa: E402  # pyright: ignore
     make_step,
 )
 
+from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as mosaic_gpu  # noqa: E402
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel  # noqa: E402
 from jaxserve.pallas_kernels import paged_prefill_mosaic_gpu as prefill_kernel  # noqa: E402
 from jaxserve.pallas_kernels import reference  # noqa: E402
 from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable  # noqa: E402
-from jaxserve.pallas_kernels.ops import Backend, resolve_backend  # noqa: E402
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages  # noqa: E402
 
 COPY_BYTES_PER_S = 4.3e12  # of an H200
@@ -55,12 +55,6 @@ PREFILL_SHAPES = [(1, 8192, 0), (16, 512, 2048), (16, 512, 0)]  # chunks, tokens
 PREFILL_LAYERS = 8  # of a timed chain
 
 
-def backend_of(name: str, case: Any = None) -> Backend:
-    device = jax.devices()[0]
-    shapes = {"dtype": case.dtype, "head_dim": case.head_dim, "group": case.group} if case else {}
-    return resolve_backend(name, device.platform, device.device_kind, **shapes)
-
-
 def check_matrix() -> bool:
     print("\n## Largest difference to the float64 oracle\n")
     print("| case | mosaic_gpu | reference | limit |\n|---|---|---|---|")
@@ -69,12 +63,11 @@ def check_matrix() -> bool:
         step = make_step(case)
         errors = []
         # the reference compiles slowly here and has its own tests: every fifth case, and those with a prefill region
-        for name in ("mosaic_gpu", "reference") if i % 5 == 0 or case.prefill else ("mosaic_gpu",):
-            backend = backend_of(name, case)
+        for module in (mosaic_gpu, reference) if i % 5 == 0 or case.prefill else (mosaic_gpu,):
 
             @jax.jit
-            def run(q: Any, kv: KVPages, meta: AttentionInput, backend: Backend = backend, case: Any = case) -> Any:
-                return backend.attention(q, kv, backend.prepare(meta, kv.k.shape[2]), **case.options)
+            def run(q: Any, kv: KVPages, meta: AttentionInput, module: Any = module, case: Any = case) -> Any:
+                return module.attention(q, kv, module.prepare(meta, kv.k.shape[2]), **case.options)
 
             errors.append(error_of(run(step.q, step.kv, step.meta), step))
         limit = TOLERANCE[case.dtype]

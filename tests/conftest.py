@@ -24,17 +24,20 @@ def modules_with_shapes() -> list[str]:
     return [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
 
 
+MOST_MAPPINGS = 30_000
+
 # In tests every call of these is checked, from their import on: which is why this stands here.
 jaxtyping.install_import_hook(sorted(modules_with_shapes()), "beartype.beartype")
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _programs_are_dropped() -> Iterator[None]:
-    """Forgets what a file's tests compiled. A program takes memory mappings, of which Linux gives a process 65,530
-    (vm.max_map_count); those of the whole suite were more, and XLA then ends in a segmentation fault.
+    """Forgets what tests compiled, once it is much. A program takes memory mappings, of which Linux gives a process
+    65,530 (vm.max_map_count); those of the whole suite were more, and XLA then ends in a segmentation fault.
     """
     yield
-    if jax := sys.modules.get("jax"):
+    jax, maps = sys.modules.get("jax"), Path("/proc/self/maps")
+    if jax and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
 

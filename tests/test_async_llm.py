@@ -31,7 +31,7 @@ def options(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(SHAPE))
     return {
-        "model": str(folder), "load_format": "dummy", "tokenizer": TOKENIZER, "enforce_eager": True,
+        "model": str(folder), "load_format": "dummy", "tokenizer": TOKENIZER, "enforce_eager": True, "dtype": "float32",
         "kv_cache_memory_bytes": 2**23, "max_num_seqs": 4, "max_num_batched_tokens": 24,
     }  # fmt: skip
 

@@ -168,7 +168,7 @@ def llm(tmp_path_factory, scores):
     shutil.copytree(GOLDENS / CASE, folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": likely[[1, 4]].tolist()}))
     return LLM(
-        str(folder), tokenizer=str(GOLDENS / "vocab" / "smollm.gguf"), enforce_eager=True, page_size=16,
+        str(folder), tokenizer=str(GOLDENS / "vocab" / "smollm.gguf"), enforce_eager=True, page_size=16, dtype="float32",
         kv_cache_memory_bytes=2**22, max_num_seqs=16, max_num_batched_tokens=48, max_model_len=90,
     )  # fmt: skip
 

@@ -95,7 +95,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         options = [str(model), "--load-format", "dummy", "--tokenizer", str(tokenizer), "--max-num-seqs", "4"]
     command = [
         sys.executable, "-m", "jaxserve", "serve", *options, "--port", "0", "--served-model-name", NAME,
-        "--chat-template", str(template), "--tool-call-parser", "hermes",
+        "--chat-template", str(template), "--tool-call-parser", "hermes", "--dtype", "float32",
     ]  # fmt: skip
     log = folder / "log"
     with log.open("w") as file:

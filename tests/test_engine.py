@@ -18,23 +18,28 @@ from jax._src import xla_bridge
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine, _start_jax
+from jaxserve.engine import Engine, _resolve_choices, _start_jax
 from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
 from jaxserve.models.registry import resolve
 from jaxserve.request import Request, SamplingParams
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
-CLEAR = {"float32": 1e-3, "float16": 2e-2}  # margin between the best two scores: above it the ids must agree
+CLEAR = {
+    "float32": 1e-3,
+    "float16": 2e-2,
+    "bfloat16": 0.15,
+}  # margin between the best two scores: above it the ids must agree
 
 
 def config_of(case: str, *, pool_tokens: int = 4096, **options) -> EngineConfig:
     """A small engine that compiles only what it meets. `pool_tokens` sets the size of its KV pool."""
     config = EngineConfig(model=str(GOLDENS / case), page_size=16, max_num_seqs=16, max_num_batched_tokens=48)
     model, _ = resolve(Checkpoint.open(config).config)
-    itemsize = 2 if options.get("dtype") == "float16" else 4
+    itemsize = 4 if options.get("dtype", "float32") == "float32" else 2
     size = (pool_tokens + config.page_size) * model.kv_bytes_per_token(itemsize)
-    return replace(config, **{"enforce_eager": True, "kv_cache_memory_bytes": size, "max_model_len": 128, **options})
+    small = {"enforce_eager": True, "kv_cache_memory_bytes": size, "max_model_len": 128, "dtype": "float32"}
+    return replace(config, **small | options)
 
 
 def request(name, prompt_ids, max_tokens, **params) -> Request:
@@ -78,7 +83,8 @@ def assert_equal_where_clear(entry: dict, ids: list[int], dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, "float32") for case in CASES), ("qwen2_tied", "float16"), ("qwen3", "float16")]
+    ("case", "dtype"),
+    [*((case, "float32") for case in CASES), ("qwen2_tied", "float16"), ("qwen3", "float16"), ("llama", "bfloat16")],
 )
 def test_greedy_ids_equal_transformers_on_every_path(case, dtype):
     entries = golden(case)
@@ -337,3 +343,17 @@ def test_report_17_logits_that_overflow_fail_one_request():
     deltas = run(engine, [request("good", [5, 6, 7], 6), request("bad", [5, 9, 7], 6)])
     assert deltas["bad", 0][-1].finish_reason == "error" and not ids_of(deltas["bad", 0])
     assert ids_of(deltas["good", 0]) == fine
+
+
+@pytest.mark.parametrize(("flags", "expected"), [("fpu amx_bf16 avx", "bfloat16"), ("fpu avx512_bf16", "float32")])
+def test_the_type_on_a_cpu_is_one_that_it_computes_in(monkeypatch, flags, expected):
+    monkeypatch.setattr(Path, "read_text", lambda self: f"flags\t: {flags}\n")
+    assert _resolve_choices(EngineConfig(), "cpu")["dtype"] == expected
+    assert _resolve_choices(EngineConfig(dtype="float16"), "cpu")["dtype"] == "float16"
+    assert _resolve_choices(EngineConfig(), "gpu")["dtype"] == "bfloat16"
+
+
+def test_16_bits_on_a_cpu_have_no_decode_step_of_one_row():
+    """XLA multiplies one row in 16 bits very slowly there."""
+    engine = Engine(config_of("llama", dtype="bfloat16"), checks=True)
+    assert min(b.decode_rows for b in engine._runner._layouts if not b.prefill_tokens) == 2

@@ -25,7 +25,7 @@ def llm(tmp_path_factory) -> LLM:
     )
     return LLM(
         str(folder), load_format="dummy", tokenizer=str(GOLDENS / "vocab" / "smollm.gguf"), enforce_eager=True,
-        kv_cache_memory_bytes=2**22, max_num_seqs=8, max_num_batched_tokens=40,
+        dtype="float32", kv_cache_memory_bytes=2**22, max_num_seqs=8, max_num_batched_tokens=40,
     )  # fmt: skip
 
 

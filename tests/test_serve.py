@@ -79,7 +79,7 @@ async def starting(folder: Path, *options: str) -> AsyncIterator[Server]:
     (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
     command = [
         sys.executable, "-m", "jaxserve", "serve", "--model", str(folder / "model"), "--load-format", "dummy", "--port",
-        "0", "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny", *options,
+        "0", "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny", "--dtype", "float32", *options,
     ]  # fmt: skip
     log = folder / "log"
     with log.open("w") as file:

@@ -10,7 +10,7 @@ Norms, rope and logits are float32; matmuls accumulate in float32.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,25 @@ class Attend(Protocol):
     ) -> tuple[Float[Array, "T N H"], Any]: ...
 
 
+@runtime_checkable
+class AddNorm(Protocol):
+    """The sum of the residual stream and what a block adds to it (None: nothing), and its RMSNorm (arXiv:1910.07467).
+
+    A jax.tree_util.Partial, given by the step: that of its backend.
+    """
+
+    def __call__(
+        self, x: Float[Array, "T D"], delta: Float[Array, "T D"] | None, weight: Float[Array, " D"], eps: float
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]: ...
+
+
+class Operations(NamedTuple):
+    """What a backend does for a layer, besides the products."""
+
+    attend: Attend
+    add_norm: AddNorm
+
+
 def matmul(x: Float[Array, "T in"], w: Float[Array, "out in"], *, out_dtype: Any = None) -> Float[Array, "T out"]:
     """x @ w.T; with float32 weights the product is float32 on every device, not TF32.
 
@@ -54,13 +73,6 @@ def matmul(x: Float[Array, "T in"], w: Float[Array, "out in"], *, out_dtype: Any
     precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     contract = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, w, contract, precision=precision, preferred_element_type=out_dtype or x.dtype)
-
-
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "... D"]:
-    """RMSNorm (arXiv:1910.07467) in float32, returned in the type of x."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def rope_tables(
@@ -156,14 +168,25 @@ class Decoder(nnx.Module):
         return named
 
     def forward(
-        self, tokens: Int[Array, " T"], positions: Int[Array, " T"], kv: list[Any], attend: Attend
-    ) -> tuple[Float[Array, "T D"], list[Any]]:
-        """Hidden states after the last norm, and the layers' KV with this step written in."""
-        rope = rope_tables(self.config, positions)
+        self,
+        tokens: Int[Array, " T"],
+        positions: Int[Array, " T"],
+        kv: list[Any],
+        ops: Operations,
+        wanted: Int[Array, " S"] | None = None,
+    ) -> tuple[Float[Array, "T_or_S D"], list[Any]]:
+        """Hidden states after the last norm, and the layers' KV with this step written in.
+
+        wanted: the tokens whose hidden states are needed. Of others the last layer only writes K and V.
+        """
+        config, rope, last = self.config, rope_tables(self.config, positions), self.config.num_layers - 1
         x, kv = self.embed[...][tokens], list(kv)
-        for i, window in enumerate(self.config.sliding_windows):
-            x, kv[i] = decoder_layer(self.config, window, self._layer_weights(i), x, rope, kv[i], attend)
-        return rms_norm(x, self.final_norm[...], self.config.norm_eps), kv
+        x, h = ops.add_norm(x, None, self.attn_norm[0], config.norm_eps)
+        for i, window in enumerate(config.sliding_windows):
+            next_norm = self.final_norm[...] if i == last else self.attn_norm[i + 1]
+            w, rows = self._layer_weights(i) | {"next_norm": next_norm}, wanted if i == last else None
+            x, h, kv[i] = decoder_layer(config, window, w, x, h, rope, kv[i], ops, rows)
+        return h, kv
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """float32 scores of every vocabulary entry."""
@@ -176,37 +199,36 @@ class Decoder(nnx.Module):
         return matrices | {name: getattr(self, name)[i] for name in _STACKED if hasattr(self, name)}
 
 
-_STACKED = (
-    "attn_norm", "mlp_norm", "q_norm", "k_norm", "qkv_bias", "o_bias", "gate_up_bias", "down_bias",
-)  # fmt: skip
+_STACKED = ("mlp_norm", "q_norm", "k_norm", "qkv_bias", "o_bias", "gate_up_bias", "down_bias")
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def decoder_layer(
-    config: ModelConfig,
-    window: int | None,
-    w: dict[str, Array],
-    x: Float[Array, "T D"],
-    rope: tuple[Array, Array],
-    kv_l: Any,
-    attend: Attend,
-) -> tuple[Float[Array, "T D"], Any]:
-    """Attention and MLP with pre-norm and residuals; kv_l comes back with this step written in."""
-    out, kv_l = attention(config, window, w, rms_norm(x, w["attn_norm"], config.norm_eps), rope, kv_l, attend)
-    x = x + out
-    return x + gated_mlp(w, rms_norm(x, w["mlp_norm"], config.norm_eps)), kv_l
+    config: ModelConfig, window: int | None, w: dict[str, Array], x: Float[Array, "T D"], h: Float[Array, "T D"],
+    rope: tuple[Array, Array], kv_l: Any, ops: Operations, rows: Int[Array, " S"] | None,
+) -> tuple[Float[Array, "T_or_S D"], Float[Array, "T_or_S D"], Any]:  # fmt: skip
+    """Attention and MLP with pre-norm and residuals, of these rows alone (None: of all).
+
+    x is the residual stream and h its norm, both before and, for the next layer, after; kv_l comes back with this step
+    written in.
+    """
+    out, kv_l = attention(config, window, w, h, rope, kv_l, ops.attend, rows)
+    x, h = ops.add_norm(x if rows is None else x[rows], out, w["mlp_norm"], config.norm_eps)
+    x, h = ops.add_norm(x, gated_mlp(w, h), w["next_norm"], config.norm_eps)
+    return x, h, kv_l
 
 
 def attention(
     config: ModelConfig, window: int | None, w: dict[str, Array], x: Float[Array, "T D"], rope: tuple[Array, Array],
-    kv_l: Any, attend: Attend,
-) -> tuple[Float[Array, "T D"], Any]:  # fmt: skip
+    kv_l: Any, attend: Attend, rows: Int[Array, " S"] | None,
+) -> tuple[Float[Array, "T_or_S D"], Any]:  # fmt: skip
     """Grouped-query attention over the pages of each row."""
     out, kv_l = attend(
         matmul(x, w["qkv"]), kv_l, rope, num_heads=config.num_heads, bias=w.get("qkv_bias"), q_norm=w.get("q_norm"),
         k_norm=w.get("k_norm"), eps=config.norm_eps, scale=config.attention_scale, sliding_window=window, softcap=None,
     )  # fmt: skip
-    out = matmul(out.reshape(x.shape[0], -1), w["o"])
+    out = out.reshape(x.shape[0], -1)
+    out = matmul(out if rows is None else out[rows], w["o"])
     return (out + w["o_bias"] if config.o_bias else out), kv_l
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jax import Array
 
@@ -26,9 +27,10 @@ class Backend:
     """Attention kernels of one kind for one platform. All functions are traced inside the step's jit.
 
     prepare(meta, page_size) -> meta: once per step, what all layers share.
-    rope_and_write(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps) -> q [T, N, H], KVPages: donates
-        `kv`; see `reference.rope_and_write`. Padding tokens go to page 0.
-    attention(q [T, N, H], kv, meta, *, scale, sliding_window=None, softcap=None) -> [T, N, H].
+    attend(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps, scale, sliding_window, softcap)
+        -> [T, N, H], KVPages: `reference.rope_and_write`, then `reference.attention`. Donates `kv`; padding tokens go
+        to page 0.
+    add_norm(x [T, D], delta [T, D] or None, weight [D], eps) -> x + delta, its RMSNorm.
     stored_head_dim(H): how wide a page of `kv` is; what lies past H is 0.
     """
 
@@ -37,8 +39,8 @@ class Backend:
     page_sizes: tuple[int, ...]
     default_page_size: int
     prepare: Callable[[AttentionInput, int], AttentionInput]
-    rope_and_write: Callable[..., tuple[Array, KVPages]]
-    attention: Callable[..., Array]
+    attend: Callable[..., tuple[Array, KVPages]]
+    add_norm: Callable[..., tuple[Array, Array]] = reference.add_norm
     stored_head_dim: Callable[[int], int] = lambda head_dim: head_dim
 
 
@@ -90,6 +92,21 @@ def resolve_backend(
     raise AssertionError("the reference backend runs everywhere")
 
 
+def in_turn(
+    rope_and_write: Callable[..., tuple[Array, KVPages]], attention: Callable[..., Array]
+) -> Callable[..., tuple[Array, KVPages]]:
+    """`Backend.attend`, of its two halves."""
+
+    def attend(
+        qkv: Array, kv: KVPages, meta: AttentionInput, cos: Array, sin: Array, *,
+        scale: float, sliding_window: int | None, softcap: float | None, **projection: Any,
+    ) -> tuple[Array, KVPages]:  # fmt: skip
+        q, kv = rope_and_write(qkv, kv, meta, cos, sin, **projection)
+        return attention(q, kv, meta, scale=scale, sliding_window=sliding_window, softcap=softcap), kv
+
+    return attend
+
+
 def _make_reference(device: Device) -> Backend:
     tuning = reference.CPU_TUNING if device.platform == "cpu" else reference.GPU_TUNING
     return Backend(
@@ -98,8 +115,7 @@ def _make_reference(device: Device) -> Backend:
         page_sizes=(16, 32, 64, 128, 256),
         default_page_size=16,
         prepare=partial(reference.prepare, tuning=tuning),
-        rope_and_write=reference.rope_and_write,
-        attention=partial(reference.attention, tuning=tuning),
+        attend=in_turn(reference.rope_and_write, partial(reference.attention, tuning=tuning)),
     )
 
 
@@ -113,8 +129,8 @@ def _why_not_mosaic_gpu(device: Device) -> str | None:
 
 def _make_mosaic_gpu(device: Device) -> Backend:
     from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
+    from jaxserve.pallas_kernels.add_norm_mosaic_gpu import add_norm
     from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable
-    from jaxserve.pallas_kernels.rope_write_mosaic_gpu import rope_and_write
 
     make_kernel_hashes_stable()
     return Backend(
@@ -123,8 +139,8 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         page_sizes=kernel.PAGE_SIZES,
         default_page_size=64,
         prepare=kernel.prepare,
-        rope_and_write=rope_and_write,
-        attention=kernel.attention,
+        attend=kernel.attend,
+        add_norm=add_norm,
     )
 
 
@@ -152,8 +168,7 @@ def _make_mosaic_tpu(device: Device) -> Backend:
         page_sizes=kernel.PAGE_SIZES,
         default_page_size=64,
         prepare=partial(kernel.prepare, tuning=tuning),
-        rope_and_write=rope_and_write,
-        attention=partial(kernel.attention, tuning=tuning),
+        attend=in_turn(rope_and_write, partial(kernel.attention, tuning=tuning)),
         stored_head_dim=kernel.stored_head_dim,
     )
 

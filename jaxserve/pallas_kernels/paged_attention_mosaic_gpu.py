@@ -1,4 +1,8 @@
-"""Paged attention of a step on Hopper GPUs: one kernel for its decode rows, another for its prompt chunks."""
+"""Paged attention of a step on Hopper GPUs: one kernel for its decode rows, another for its prompt chunks.
+
+A step of decode rows alone turns q and k and writes K and V in the decode kernel; otherwise a kernel before it does
+that for all tokens.
+"""
 
 from typing import Any
 
@@ -8,6 +12,7 @@ from jax import Array
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as decode
 from jaxserve.pallas_kernels import paged_prefill_mosaic_gpu as prefill
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.rope_write_mosaic_gpu import rope_and_write
 
 PAGE_SIZES = tuple(size for size in decode.PAGE_SIZES if size in prefill.PAGE_SIZES)
 
@@ -17,6 +22,20 @@ prepare = prefill.prepare
 def unsupported(**model: Any) -> str | None:
     """Why the kernels cannot serve a model (dtype, head_dim, group), or None if they can."""
     return decode.unsupported(**model) or prefill.unsupported(**model)
+
+
+def attend(
+    qkv: Array, kv: KVPages, meta: AttentionInput, cos: Array, sin: Array, *,
+    scale: float, sliding_window: int | None, softcap: float | None, num_heads: int, **projection: Any,
+) -> tuple[Array, KVPages]:  # fmt: skip
+    """As `Backend.attend`, for a meta that has been through `prepare`."""
+    how: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap}
+    if qkv.shape[0] == meta.num_decode_rows and decode.takes_qkv(kv, num_heads):
+        return decode.decode_qkv(
+            qkv, kv, meta.page_table, meta.kv_lens, cos, sin, num_heads=num_heads, **projection, **how
+        )
+    q, kv = rope_and_write(qkv, kv, meta, cos, sin, num_heads=num_heads, **projection)
+    return attention(q, kv, meta, **how), kv
 
 
 def attention(q: Array, kv: KVPages, meta: AttentionInput, **how: Any) -> Array:

@@ -174,20 +174,15 @@ def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
 
 
 def _body(
-    q_ref,  # [S, K, halves, G / halves, H]
-    k_ref,  # [P, K, page, H]
-    v_ref,  # [P, K, page, H]
-    items_ref,  # i32[n, 4]
-    lens_ref,  # i32[S]
-    table_ref,  # i32[S, W]
-    out_ref,  # [S, K, halves, G / halves, H] out: rows with one item
-    *partial_refs,  # f32[slots, K, Gp, H] out: result of an item; f32[slots, K, Gp] out: log2 of its sum of 2 ** s
+    *refs: Any,
+    names: tuple[str, ...],
     q_smem,  # [Gp, H], and the result at the end
     k_smem,  # [stages, KV_TILE, H]
     v_smem,  # [stages, KV_TILE, H]
     p_smem,  # [Gp, KV_TILE]
     o_smem,  # f32[Gp, H]; None: no row is split
     lse_smem,  # f32[Gp]; None: no row is split
+    raw_smem,  # [Gp + 2, H] of the new token: q, k, v as the projection left them; None: q is given
     q_full,  # barrier
     k_full,  # barrier[stages]
     v_full,  # barrier[stages]
@@ -196,10 +191,23 @@ def _body(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    eps: float,
     overlap: bool,
 ):
+    """`refs` are, by `names`:
+
+    q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe q_norm, k_norm [H];
+    k, v [P, K, page, H], in place: with qkv the new token's are written there; items i32[n, 4]; lens i32[S];
+    table i32[S, W]; out, as q: rows with one item; partial f32[slots, K, Gp, H] out: result of an item; lse
+    f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
+    """
+    ref = dict(zip(names, refs, strict=True))
+    k_ref, v_ref, items_ref, lens_ref, table_ref, out_ref = (
+        ref[name] for name in ("k", "v", "items", "lens", "table", "out")
+    )
+    fused = "qkv" in ref
     stages, _, head_dim = k_smem.shape
-    group, halves = q_smem.shape[0], q_ref.shape[2]
+    group, halves, per_half = q_smem.shape[0], out_ref.shape[2], out_ref.shape[3]
     page_size, width = k_ref.shape[2], table_ref.shape[1]
     if overlap:
         plgpu.griddepcontrol_wait()
@@ -211,6 +219,8 @@ def _body(
     row, first_tile, slot = items_ref[item, 0], items_ref[item, 1], items_ref[item, 3]
     num_tiles = items_ref[item, 2] - first_tile
     kv_len = lens_ref[row]
+    stored = kv_len - 1 if fused else kv_len  # the new token comes from qkv, not from its page
+    has_new = (kv_len > 0) & (items_ref[item, 2] == lax.div(kv_len + (KV_TILE - 1), jnp.int32(KV_TILE)))
 
     def stage_of(i):
         return lax.rem(i, jnp.int32(stages))
@@ -246,7 +256,7 @@ def _body(
     def live_keys(tile, shape, layout):
         """Which keys of a tile the row attends to, along the first axis of `shape`."""
         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * KV_TILE
-        live = key < kv_len
+        live = key < stored
         return live if sliding_window is None else live & (key >= kv_len - sliding_window)
 
     def scores(dots):
@@ -257,7 +267,7 @@ def _body(
 
     def clear_dead_values(tile, stage):
         """Zeroes the V rows that nothing attends to: they may be NaN, and 0 * NaN is NaN. Only in edge tiles."""
-        edge = (tile + 1) * KV_TILE > kv_len
+        edge = (tile + 1) * KV_TILE > stored
         if sliding_window is not None:
             edge |= tile * KV_TILE < kv_len - sliding_window
 
@@ -268,19 +278,82 @@ def _body(
             v_smem.at[stage][...] = jnp.where(live, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
+    per_head, per_place = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
+
+    def load_q() -> None:
+        for half in range(halves):
+            rows = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
+            plgpu.copy_gmem_to_smem(ref["q"].at[row, head, half, heads], rows, q_full)
+        plgpu.barrier_wait(q_full)
+
+    def columns(i: int):
+        """The half of a head that is turned together with the other one."""
+        return pl.ds(i * (head_dim // 2), head_dim // 2)
+
+    def take_new_token() -> tuple[Array, Array]:
+        """Turns q and k, sends k and v to their page; returns v [H] and the token's scores [Gp]. k is one column for
+        each query head, all equal.
+        """
+        dtype, heads_before = q_smem.dtype, kv_heads * halves * per_half
+        for half in range(halves):  # heads beyond this kv head's are someone else's: nobody looks at what they become
+            source = ref["qkv"].at[row, pl.ds((head * halves + half) * per_half, HEAD_ROWS)]
+            plgpu.copy_gmem_to_smem(source, raw_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)], q_full)
+        for i in range(2):
+            source = ref["qkv"].at[row, heads_before + i * kv_heads + head]
+            plgpu.copy_gmem_to_smem(source, raw_smem.at[group + i], q_full)
+        shape = (head_dim // 2, group)
+
+        def along(x: Any) -> Array:
+            """x [H/2] for each head."""
+            x = plgpu.load(x, layout=per_place, optimized=False).astype(jnp.float32)
+            return lax.broadcast_in_dim(x, shape, [0])
+
+        cos, sin = (along(ref[name].at[row]) for name in ("cos", "sin"))
+        plgpu.barrier_wait(q_full)
+
+        def turn(lo: Array, hi: Array, norm: str) -> list[Array]:
+            """Norm, if there is one, and rope: [H/2, Gp] twice."""
+            if norm in ref:
+                size = (lo * lo + hi * hi).sum(axis=0)
+                size = lax.broadcast_in_dim(lax.rsqrt(size * (1.0 / head_dim) + eps), shape, [1])
+                lo, hi = (x * size * along(ref[norm].at[columns(i)]) for i, x in enumerate((lo, hi)))
+            return [(lo * cos - hi * sin).astype(dtype), (hi * cos + lo * sin).astype(dtype)]
+
+        q = [
+            plgpu.load(raw_smem.at[pl.ds(0, group), columns(i)].T, layout=plgpu.Layout.WGMMA, optimized=False)
+            for i in range(2)
+        ]
+        q = turn(q[0].astype(jnp.float32), q[1].astype(jnp.float32), "q_norm")
+        k = turn(along(raw_smem.at[group, columns(0)]), along(raw_smem.at[group, columns(1)]), "k_norm")
+        v = plgpu.load(raw_smem.at[group + 1], layout=per_place, optimized=False).astype(jnp.float32)
+        lo, hi = (x.astype(jnp.float32) * y.astype(jnp.float32) for x, y in zip(q, k, strict=True))
+        for i in range(2):
+            q_smem.at[:, columns(i)].T[...] = plgpu.layout_cast(q[i], plgpu.Layout.WGMMA_TRANSPOSED)
+            raw_smem.at[group, columns(i)][...] = k[i].astype(jnp.float32).max(axis=1).astype(dtype)
+        plgpu.commit_smem()
+
+        @pl.when(has_new)
+        def _():
+            page = table_ref[row, jnp.minimum(lax.div(stored, jnp.int32(page_size)), width - 1)]
+            for i, pool in enumerate((k_ref, v_ref)):
+                place = pool.at[page, head, lax.rem(stored, jnp.int32(page_size))]
+                plgpu.copy_smem_to_gmem(raw_smem.at[group + i], place)
+
+        return v, scores((lo + hi).sum(axis=0))
+
     @pl.when((lax.axis_index("warpgroup") == 0) & (slot != NOTHING))
     def _compute():
-        @pl.when(num_tiles > 0)
-        def _():
-            for half in range(halves):
-                rows = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
-                plgpu.copy_gmem_to_smem(q_ref.at[row, head, half, heads], rows, q_full)
-            plgpu.barrier_wait(q_full)
-
-        per_head = plgpu.Layout.WGMMA.reduce(0)
         m = plgpu.layout_cast(jnp.full((group,), reference.MASKED, jnp.float32), per_head)
         total = plgpu.layout_cast(jnp.zeros((group,), jnp.float32), per_head)
         acc = plgpu.layout_cast(jnp.zeros((head_dim, group), jnp.float32), plgpu.Layout.WGMMA)
+        if fused:  # of a row without tokens too: whatever that gives is not used
+            v, s = take_new_token()
+            m = jnp.where(lax.broadcast_in_dim(has_new, m.shape, []), s, m)
+            total = jnp.where(lax.broadcast_in_dim(has_new, m.shape, []), 1.0, total)
+            v = lax.broadcast_in_dim(v, acc.shape, [0])
+            acc = jnp.where(lax.broadcast_in_dim(has_new, acc.shape, []), v, acc)
+        else:
+            pl.when(num_tiles > 0)(load_q)
 
         def step(i, carry):
             acc, m, total = carry  # f32 [H, Gp], [Gp] in units of log2, [Gp]
@@ -324,16 +397,15 @@ def _body(
                 rows = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
                 plgpu.copy_smem_to_gmem(rows, out_ref.at[row, head, half, heads])
 
-        if partial_refs:
-            o_ref, lse_ref = partial_refs
+        if "partial" in ref:
 
             @pl.when(slot >= 0)
             def _():
                 o_smem.T[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
                 lse_smem[...] = m + jnp.log(total) * LOG2E
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem, o_ref.at[slot, head])
-                plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[slot, head])
+                plgpu.copy_smem_to_gmem(o_smem, ref["partial"].at[slot, head])
+                plgpu.copy_smem_to_gmem(lse_smem, ref["lse"].at[slot, head])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -409,23 +481,29 @@ def _tiled(*shape: int, dtype: Any, columns: int | None = None):
 
 
 # One module-level jit, so that every layer of a step shares one traced call, two kernels and one compilation of each.
-@partial(jax.jit, static_argnames=("cuts", "scale", "sliding_window", "softcap", "stages", "overlap"))
+@partial(jax.jit, static_argnames=("cuts", "scale", "sliding_window", "softcap", "eps", "stages", "overlap"))
 def _attend(
-    q: Array, k: Array, v: Array, work: Work, kv_lens: Array, page_table: Array, *,
-    cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, stages: int, overlap: bool,
-) -> Array:  # fmt: skip
-    """q [S, K, halves, G / halves, H]; k, v [P, K, page, H] -> as q."""
-    _, kv_heads, halves, per_half, head_dim = q.shape
-    group, dtype = halves * HEAD_ROWS, k.dtype
-    copies_per_tile = max(1, KV_TILE // k.shape[2])
+    kv: KVPages, work: Work, kv_lens: Array, page_table: Array, given: dict[str, Array], *,
+    cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, eps: float, stages: int, overlap: bool,
+) -> tuple[Array, KVPages]:  # fmt: skip
+    """`given`: q, or qkv and what belongs to it, as `_body` names them -> out, as q there; kv with the new tokens."""
+    (_, kv_heads, page_size, head_dim), dtype = kv.k.shape, kv.k.dtype
+    fused = "qkv" in given
+    rows = kv_lens.shape[0]
+    if fused:
+        per_kv_head = given["qkv"].shape[1] // kv_heads - 2
+        halves = ceil_div(per_kv_head, HEAD_ROWS)
+        per_half = per_kv_head // halves
+    else:
+        _, _, halves, per_half, _ = given["q"].shape
+    group = halves * HEAD_ROWS
+    copies_per_tile = max(1, KV_TILE // page_size)
     split_rows = work.splits.shape[0]
-    out_type = [jax.ShapeDtypeStruct(q.shape, dtype)]
+    out_type = {"out": jax.ShapeDtypeStruct((rows, kv_heads, halves, per_half, head_dim), dtype)}
     if cuts.max_splits > 1:
         slots = split_rows * cuts.slots_per_row
-        out_type += [
-            jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((slots, kv_heads, group), jnp.float32),
-        ]
+        out_type["partial"] = jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32)
+        out_type["lse"] = jax.ShapeDtypeStruct((slots, kv_heads, group), jnp.float32)
     scratch: dict[str, Any] = {
         "q_smem": _tiled(group, head_dim, dtype=dtype),
         "k_smem": _tiled(stages, KV_TILE, head_dim, dtype=dtype),
@@ -433,25 +511,35 @@ def _attend(
         "p_smem": _tiled(group, KV_TILE, dtype=dtype),
         "o_smem": _tiled(group, head_dim, dtype=jnp.float32) if cuts.max_splits > 1 else None,
         "lse_smem": plgpu.SMEM((group,), jnp.float32) if cuts.max_splits > 1 else None,
-        "q_full": plgpu.Barrier(num_arrivals=halves),
+        "raw_smem": plgpu.SMEM((group + 2, head_dim), dtype) if fused else None,
+        "q_full": plgpu.Barrier(num_arrivals=halves + 2 * fused),
         "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies_per_tile),
         "v_full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies_per_tile),
         "k_free": plgpu.Barrier(num_barriers=stages),
         "v_free": plgpu.Barrier(num_barriers=stages),
     }
+    pools: dict[str, Any] = {"k": kv.k, "v": kv.v}
+    if fused:
+        pools = {name: jax.new_ref(pool) for name, pool in pools.items()}
+    operands = given | pools | {"items": work.items, "lens": kv_lens, "table": page_table}
     kernel = plgpu.kernel(
-        partial(_body, scale=scale, sliding_window=sliding_window, softcap=softcap, overlap=overlap),
-        out_type=out_type,
+        partial(
+            _body, names=(*operands, *out_type), scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps,
+            overlap=overlap,
+        ),
+        out_type=list(out_type.values()),
         scratch_types=scratch,
         grid=(work.items.shape[0] * kv_heads,),
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    out, *partials = kernel(q, k, v, work.items, kv_lens, page_table)
+    )  # fmt: skip
+    out, *partials = kernel(*operands.values())
+    if fused:
+        kv = KVPages(jax.freeze(pools["k"]), jax.freeze(pools["v"]))
     if not partials:
-        return out
+        return out, kv
     ctas = min(COMBINE_CTAS, split_rows * kv_heads * halves * per_half)
     combine = plgpu.kernel(
         partial(_combine, ctas=ctas, overlap=overlap),
@@ -468,7 +556,7 @@ def _attend(
     )
     ref = jax.new_ref(out)
     combine(work.splits, work.num_splits, *partials, ref)
-    return jax.freeze(ref)
+    return jax.freeze(ref), kv
 
 
 def unsupported(*, dtype: str | None, head_dim: int | None, group: int | None) -> str | None:
@@ -515,22 +603,76 @@ def decode_attention(
     shapes that the kernel does not take (see `unsupported`).
     """
     rows, heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = kv.k.shape
-    group = heads // kv_heads
+    group = heads // kv.k.shape[1]
+    halves = ceil_div(group, HEAD_ROWS)
+    how = _how(kv, page_table, group, tuning, sliding_window)
+    if work is None:
+        work = make_work(kv_lens, sliding_window, how["cuts"])
+    qs = q.reshape(rows, -1, group, head_dim).astype(kv.k.dtype)
+    if group % halves:
+        qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
+    out, _ = _attend(
+        kv, work, kv_lens, page_table, {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)},
+        scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0, **how,
+    )  # fmt: skip
+    return out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
+
+
+def takes_qkv(kv: KVPages, num_heads: int) -> bool:
+    """Whether `decode_qkv` can be used: turning q needs halves of a head that fill the 64 places of a tile."""
+    group = num_heads // kv.k.shape[1]
+    return kv.k.shape[3] % (2 * KV_TILE) == 0 and not group % ceil_div(group, HEAD_ROWS)
+
+
+def decode_qkv(
+    qkv: Array,
+    kv: KVPages,
+    page_table: Array,
+    kv_lens: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    num_heads: int,
+    bias: Array | None = None,
+    q_norm: Array | None = None,
+    k_norm: Array | None = None,
+    eps: float = 0.0,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    tuning: DecodeTuning = DecodeTuning(),
+) -> tuple[Array, KVPages]:
+    """From the merged projection of one token per row to the output of attention [S, N, H]; donates `kv`.
+
+    Does what `reference.rope_and_write` and `decode_attention` do, with cos and sin f32[S, H/2], in one kernel: each of
+    its CTAs turns the query heads that it needs, and the one that takes a row's last tile adds the new token and
+    writes its k and v. The page that it streams does not have them yet: there they count as dead. Needs `takes_qkv`.
+    """
+    rows, (_, kv_heads, _, head_dim) = qkv.shape[0], kv.k.shape
+    how = _how(kv, page_table, num_heads // kv_heads, tuning, sliding_window)
+    if bias is not None:
+        qkv = qkv + bias
+    given = {"qkv": qkv.reshape(rows, num_heads + 2 * kv_heads, head_dim), "cos": cos, "sin": sin}
+    given |= {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
+    out, kv = _attend(
+        kv, make_work(kv_lens, sliding_window, how["cuts"]), kv_lens, page_table, given,
+        scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps, **how,
+    )  # fmt: skip
+    return out.reshape(rows, num_heads, head_dim), kv
+
+
+def _how(
+    kv: KVPages, page_table: Array, group: int, tuning: DecodeTuning, sliding_window: int | None
+) -> dict[str, Any]:
+    """Static choices. Raises ValueError for shapes that the kernel does not take."""
+    _, kv_heads, page_size, head_dim = kv.k.shape
     if reason := unsupported(dtype=str(kv.k.dtype), head_dim=head_dim, group=group):
         raise ValueError(f"paged decode on mosaic_gpu: {reason}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"paged decode on mosaic_gpu: page size must be one of {PAGE_SIZES}, got {page_size}")
-    cuts = tuning.cuts(rows, kv_heads, longest_row(page_table.shape[1], page_size, sliding_window))
-    if work is None:
-        work = make_work(kv_lens, sliding_window, cuts)
-    halves = ceil_div(group, HEAD_ROWS)
-    qs = q.reshape(rows, kv_heads, group, head_dim).astype(kv.k.dtype)
-    if group % halves:
-        qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
-    out = _attend(
-        qs.reshape(rows, kv_heads, halves, -1, head_dim), kv.k, kv.v, work, kv_lens, page_table,
-        cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap,
-        stages=tuning.stages_of(rows, kv_heads, head_dim), overlap=tuning.overlap,
-    )  # fmt: skip
-    return out.reshape(rows, kv_heads, -1, head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
+    rows, width = page_table.shape
+    return {
+        "cuts": tuning.cuts(rows, kv_heads, longest_row(width, page_size, sliding_window)),
+        "stages": tuning.stages_of(rows, kv_heads, head_dim),
+        "overlap": tuning.overlap,
+    }

@@ -196,6 +196,14 @@ def rope(
     return qk[:, :num_heads], qk[:, num_heads:], v.astype(qkv.dtype)
 
 
+def add_norm(x: Array, delta: Array | None, weight: Array, eps: float) -> tuple[Array, Array]:
+    """x + delta [T, D] (None: x), and its RMSNorm (arXiv:1910.07467) with weight [D], in float32 and rounded once."""
+    x = x if delta is None else x + delta
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return x, (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
 def attention(
     q: Array,
     kv: KVPages,

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.tree_util import Partial
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
+from jaxserve.models.layers import Operations
 from jaxserve.models.loading import load_model
 from jaxserve.models.registry import resolve
-from jaxserve.pallas_kernels.reference import rope
+from jaxserve.pallas_kernels.reference import add_norm, rope
 from jaxserve.tokenizer import Tokenizer
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -73,7 +75,7 @@ def test_greedy_tokens_and_logprobs_equal_transformers(checkpoint):
         decoder = nnx.merge(model.graphdef, params)
         positions = jnp.tile(jnp.arange(PADDED), ROWS)
         hidden, _ = decoder.forward(
-            tokens.reshape(-1), positions, [None] * config.num_layers, jax.tree_util.Partial(attend)
+            tokens.reshape(-1), positions, [None] * config.num_layers, Operations(Partial(attend), Partial(add_norm))
         )
         return jax.nn.log_softmax(decoder.logits(hidden[rows.reshape(-1)]), axis=-1).reshape(ROWS, 48, -1)
 

@@ -18,8 +18,10 @@ from jax.tree_util import Partial
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.models.layers import Operations
 from jaxserve.models.loading import load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
+from jaxserve.pallas_kernels.reference import add_norm
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -207,7 +209,8 @@ def test_no_weight_is_copied_in_a_step(tokens, tied):
 
     def run(params, ids):
         decoder = nnx.merge(model.graphdef, params)
-        hidden, _ = decoder.forward(ids, ids, [None] * 2, Partial(lambda qkv, kv_l, rope, **_: (qkv[:, :64], kv_l)))
+        ops = Operations(Partial(lambda qkv, kv_l, rope, **_: (qkv[:, :64], kv_l)), Partial(add_norm))
+        hidden, _ = decoder.forward(ids, ids, [None] * 2, ops)
         return decoder.logits(hidden)
 
     program = jax.jit(run).lower(model.params, jnp.arange(tokens)).compile().as_text()

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.tree_util import Partial
 
 from jaxserve import LLM
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.errors import RequestError
+from jaxserve.models.layers import Operations
 from jaxserve.models.loading import LoadedModel, load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
 from jaxserve.pallas_kernels import reference
@@ -41,6 +43,9 @@ def attend_to_all(qkv, kv_l, rope, *, num_heads, scale, sliding_window, softcap,
     return jnp.einsum("nqk,knh->qnh", weights, v), kv_l
 
 
+OPS = Operations(Partial(attend_to_all), Partial(reference.add_norm))
+
+
 def load(case: str) -> LoadedModel:
     checkpoint = Checkpoint.open(EngineConfig(model=str(GOLDENS / case)))
     config, _ = resolve(checkpoint.config)
@@ -51,9 +56,7 @@ def logits_of(model: LoadedModel):
     @jax.jit
     def run(params, ids):
         decoder = nnx.merge(model.graphdef, params)
-        hidden, _ = decoder.forward(
-            ids, jnp.arange(len(ids)), [None] * model.config.num_layers, jax.tree_util.Partial(attend_to_all)
-        )
+        hidden, _ = decoder.forward(ids, jnp.arange(len(ids)), [None] * model.config.num_layers, OPS)
         return decoder.logits(hidden)
 
     def padded(ids: list[int]) -> np.ndarray:  # what follows a token never reaches it: one length, one compilation
@@ -62,6 +65,17 @@ def logits_of(model: LoadedModel):
         ]
 
     return padded
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_of_wanted_tokens_are_those_of_all(case):
+    """The last layer is worked out for the wanted tokens alone."""
+    model, ids, wanted = load(case), jnp.arange(3, 23), jnp.asarray([19, 4, 4])
+    decoder = nnx.merge(model.graphdef, model.params)
+    run = jax.jit(lambda *wanted: decoder.forward(ids, jnp.arange(20), [None] * model.config.num_layers, OPS, *wanted))
+    every, some = run()[0], run(wanted)[0]
+    assert some.shape[0] == 3
+    np.testing.assert_allclose(some, every[wanted], rtol=1e-4, atol=1e-5)
 
 
 def test_every_architecture_has_a_golden():
@@ -99,9 +113,7 @@ def test_embeddings_are_the_hidden_states_however_the_prompt_is_computed(pooling
     for _ in range(2):
         for prompt, output in zip(prompts, llm.embed(prompts, pooling=pooling, use_tqdm=False), strict=True):
             ids = jnp.asarray(prompt)
-            hidden, _ = decoder.forward(
-                ids, jnp.arange(len(ids)), [None] * model.config.num_layers, jax.tree_util.Partial(attend_to_all)
-            )
+            hidden, _ = decoder.forward(ids, jnp.arange(len(ids)), [None] * model.config.num_layers, OPS)
             wanted = np.asarray(hidden[-1] if pooling == "last" else hidden.mean(0))
             np.testing.assert_allclose(output.outputs.embedding, wanted / np.linalg.norm(wanted), atol=2e-4)
             assert output.prompt_token_ids == prompt

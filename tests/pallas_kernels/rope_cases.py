@@ -1,12 +1,13 @@
 """Steps whose merged projection is to be rotated and written, and what must come of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from kernel_cases import Case, make_step
 
+from jaxserve.pallas_kernels import reference
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
 
 # The arithmetic is float32 and rounded once: half a unit in the last place, and a little.
@@ -106,6 +107,29 @@ def worst(got: tuple[jnp.ndarray, KVPages], step: RopeStep, dtype: str) -> float
         error = np.abs(x - want) / (RELATIVE[dtype] * np.abs(want) + 1e-5)
         most = max(most, float(np.nanmax(error, initial=0)))
     return most
+
+
+def qkv_error(out: jnp.ndarray, kv: KVPages, step: RopeStep, case: Case) -> float:
+    """Largest difference of attention's output [S, N, H] and of the new K and V to the reference, for decode rows."""
+
+    def f32(x: jnp.ndarray) -> jnp.ndarray:
+        return x.astype(jnp.float32)
+
+    biased = {name: f32(x) for name, x in step.weights.items()}
+    if "bias" in biased:  # it is added, and rounded, before the kernel
+        step = replace(step, qkv=step.qkv + step.weights["bias"])
+        biased.pop("bias")
+    q, want = reference.rope_and_write(step.qkv, step.kv, step.meta, step.cos, step.sin, **biased, **step.options)
+    wide = KVPages(f32(want.k), f32(want.v))
+    expected_out = reference.attention(f32(q), wide, step.meta, **case.options)
+    real = np.asarray(step.meta.kv_lens) > 0
+    errors = [np.abs(np.asarray(f32(out) - expected_out))[real].max(), np.abs(np.asarray(f32(out)))[~real].sum()]
+    for got, want_pool in zip(kv, wide, strict=True):
+        got, want_pool = np.asarray(f32(got))[1:], np.asarray(want_pool)[1:]  # page 0: padding's
+        if (np.isnan(got) != np.isnan(want_pool)).any():
+            return float("inf")
+        errors.append(np.nanmax(np.abs(got - want_pool)) / 4)  # one rounding of values up to 4
+    return float(np.max(errors))
 
 
 def _step(tokens: int, **how: Any) -> Case:

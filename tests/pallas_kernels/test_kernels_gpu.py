@@ -1,23 +1,68 @@
 """The kernels on a real Hopper GPU, over the full matrix."""
 
-import jax
-import pytest
-from kernel_cases import GPU_MATRIX, TOLERANCE, error_of, make_step
+from functools import partial
 
+import jax
+import numpy as np
+import pytest
+from kernel_cases import GPU_MATRIX, TOLERANCE, Case, error_of, make_step
+from rope_cases import RopeCase, make_rope_step, qkv_error
+
+from jaxserve.pallas_kernels import add_norm_mosaic_gpu, paged_attention_mosaic_gpu, reference
 from jaxserve.pallas_kernels.ops import resolve_backend
 
 pytestmark = pytest.mark.gpu
+
+ATTENTION = {
+    "mosaic_gpu": (paged_attention_mosaic_gpu.prepare, paged_attention_mosaic_gpu.attention),
+    "reference": (reference.prepare, partial(reference.attention, tuning=reference.GPU_TUNING)),
+}
+_LENGTHS = (63, 0, 64, 65, 1, 700, 129, 512)
+QKV_MATRIX = [
+    RopeCase(Case(decode=_LENGTHS, page_size=page, head_dim=h, group=g, kv_heads=k, dtype=dtype, **how), bias, norm)
+    for page, h, g, k, dtype, bias, norm, how in [
+        (64, 128, 4, 8, "bfloat16", False, False, {}),
+        (64, 128, 6, 2, "bfloat16", True, False, {}),
+        (16, 128, 1, 4, "float16", True, True, {"sliding_window": 70}),
+        (128, 256, 8, 1, "bfloat16", False, True, {"softcap": 20.0}),
+        (64, 128, 10, 2, "bfloat16", False, False, {}),
+    ]
+] + [
+    RopeCase(Case(decode=tuple(range(1, 257)), page_size=64, head_dim=128, group=4, kv_heads=8, dtype="bfloat16")),
+    RopeCase(Case(decode=(9000,), page_size=64, head_dim=128, group=6, kv_heads=2, dtype="bfloat16"), bias=True),
+]
 
 
 @pytest.mark.parametrize("name", ["mosaic_gpu", "reference"])
 @pytest.mark.parametrize("case", GPU_MATRIX, ids=str)
 def test_attention_equals_the_oracle(case, name):
-    device = jax.devices()[0]
-    backend = resolve_backend(
-        name, device.platform, device.device_kind, dtype=case.dtype, head_dim=case.head_dim, group=case.group
-    )
+    device, (prepare, attention) = jax.devices()[0], ATTENTION[name]
+    shapes = {"dtype": case.dtype, "head_dim": case.head_dim, "group": case.group}
+    assert resolve_backend(name, device.platform, device.device_kind, **shapes).name == name
     step = make_step(case)
-    got = jax.jit(lambda q, kv, meta: backend.attention(q, kv, backend.prepare(meta, kv.k.shape[2]), **case.options))(
-        step.q, step.kv, step.meta
-    )
-    assert error_of(got, step) < TOLERANCE[case.dtype]
+    run = jax.jit(lambda q, kv, meta: attention(q, kv, prepare(meta, kv.k.shape[2]), **case.options))
+    assert error_of(run(step.q, step.kv, step.meta), step) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("rope_case", QKV_MATRIX, ids=str)
+def test_decode_from_the_projection_equals_the_reference(rope_case):
+    case, step = rope_case.case, make_rope_step(rope_case)
+    attend = partial(paged_attention_mosaic_gpu.attend, **{"softcap": None, "sliding_window": None} | case.options)
+
+    @partial(jax.jit, donate_argnums=1)
+    def run(qkv, kv, meta, cos, sin, weights):
+        meta = paged_attention_mosaic_gpu.prepare(meta, case.page_size)
+        return attend(qkv, kv, meta, cos, sin, **weights, **step.options)
+
+    kv = jax.tree.map(lambda x: x.copy(), step.kv)  # it is donated
+    out, kv = run(step.qkv, kv, step.meta, *step.arguments[3:])
+    assert qkv_error(out, kv, step, case) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 4096), (8, 1536), (64, 4096), (256, 8192), (3, 768), (512, 3584)])
+def test_residual_and_norm_equal_the_reference(rows, size):
+    rng = np.random.default_rng(rows)
+    x, delta, weight = (jax.numpy.asarray(rng.normal(size=s), "bfloat16") for s in ((rows, size), (rows, size), size))
+    got = jax.jit(lambda *a: add_norm_mosaic_gpu.add_norm(*a, 1e-5))(x, delta, weight)
+    for a, b in zip(got, reference.add_norm(x, delta, weight, 1e-5), strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=1e-6)

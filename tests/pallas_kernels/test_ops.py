@@ -4,7 +4,8 @@ import logging
 
 import jax
 import pytest
-from kernel_cases import TOLERANCE, Case, error_of, make_step
+from kernel_cases import TOLERANCE, Case
+from rope_cases import RopeCase, make_rope_step, qkv_error
 
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels.ops import resolve_backend
@@ -76,10 +77,12 @@ def test_an_unknown_name_lists_the_known_ones():
 
 def test_the_reference_backend_serves_a_step():
     backend = resolve_backend("reference", "cpu", "cpu")
-    step = make_step(Case(decode=(20, 0), prefill=((33, 70),)))
+    case = Case(decode=(20, 0, 65), page_size=16)
+    step = make_rope_step(RopeCase(case, bias=True))
 
     @jax.jit
-    def run(q, kv, meta):
-        return backend.attention(q, kv, backend.prepare(meta, kv.k.shape[2]), **step.case.options)
+    def run(qkv, kv, meta, cos, sin, weights):
+        how = {"sliding_window": None, "softcap": None} | case.options
+        return backend.attend(qkv, kv, backend.prepare(meta, 16), cos, sin, **weights, **step.options, **how)
 
-    assert error_of(run(step.q, step.kv, step.meta), step) < TOLERANCE["float32"]
+    assert qkv_error(*run(*step.arguments), step, case) < TOLERANCE["float32"]

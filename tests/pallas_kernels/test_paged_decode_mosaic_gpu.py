@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_cases import TOLERANCE, Case, error_of, make_step
+from rope_cases import RopeCase, make_rope_step, qkv_error
 
-from jaxserve.pallas_kernels import kernel_hash
+from jaxserve.pallas_kernels import kernel_hash, reference
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel
 
 SMALL = kernel.DecodeTuning(target_ctas=4, min_tiles=1)  # few items, so that the interpreter is quick, yet rows split
@@ -77,9 +78,11 @@ def test_work_may_be_made_once_for_all_layers():
     assert error_of(got, step) < TOLERANCE[case.dtype]
 
 
-def export_for_cuda(fn, *args) -> str:
+def export_for_cuda(fn, *args, donate=()) -> str:
     checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
-    return jax.export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()
+    return jax.export.export(jax.jit(fn, donate_argnums=donate), platforms=["cuda"], disabled_checks=checks)(
+        *args
+    ).mlir_module()
 
 
 @pytest.mark.parametrize(
@@ -189,3 +192,48 @@ def test_shapes_that_the_kernel_does_not_take_raise(change, message):
     step = make_step(Case(**{"decode": (5,), "dtype": "bfloat16", **change}))
     with pytest.raises(ValueError, match=message):
         decode(step)(*arguments(step))
+
+
+# ---- from the merged projection: bias, norm, rope, KV write and attention in one kernel
+
+QKV_CASES = [
+    RopeCase(Case(decode=(63, 0, 65, 320, 1, 64), page_size=64, head_dim=128, group=4, kv_heads=2, dtype="bfloat16"),
+             bias=True),
+    RopeCase(Case(decode=(130, 17), page_size=16, head_dim=128, group=6, kv_heads=2, dtype="float16",
+                  sliding_window=70, softcap=20.0), norm=True),
+    RopeCase(Case(decode=(129, 1), page_size=64, head_dim=256, group=10, kv_heads=1, dtype="bfloat16"), bias=True,
+             norm=True),
+]  # fmt: skip
+
+
+def call_qkv(step, case, tuning=SMALL):
+    def run(qkv, kv, meta, cos, sin, weights):
+        return kernel.decode_qkv(
+            qkv, kv, meta.page_table, meta.kv_lens, cos, sin, tuning=tuning, **weights, **step.options, **case.options
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("rope_case", QKV_CASES, ids=str)
+def test_the_interpreted_kernel_takes_the_projection(rope_case):
+    case, step = rope_case.case, make_rope_step(rope_case)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        out, kv = jax.jit(call_qkv(step, case))(*step.arguments)
+    assert qkv_error(out, kv, step, case) < TOLERANCE[case.dtype]
+
+
+def test_the_projection_lowers_for_cuda_as_one_kernel_that_writes_in_place():
+    found = []
+    for rope_case in QKV_CASES:
+        step = make_rope_step(rope_case)
+        module = export_for_cuda(call_qkv(step, rope_case.case, kernel.DecodeTuning()), *step.arguments, donate=1)
+        found.append((module.count("@mosaic_gpu_v2"), re.findall(r"tf.aliasing_output = (\d)", module)))
+        assert re.findall(r"output_operand_alias<output_tuple_indices = \[(\d)\]", module)[:2] == ["1", "2"]
+    assert found == [(1, ["1", "2"])] * 3
+
+
+@pytest.mark.parametrize(("head_dim", "heads", "takes"), [(128, 12, True), (64, 12, False), (128, 22, False)])
+def test_which_models_it_takes(head_dim, heads, takes):
+    page = jnp.zeros((1, 2, 16, head_dim), jnp.bfloat16)
+    assert kernel.takes_qkv(reference.KVPages(page, page), heads) is takes
