@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,22 +26,11 @@ from jaxserve.plan import Event, Plan
 from jaxserve.request import MAX_LOGPROBS, EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
 from jaxserve.scheduler import Scheduler
 from jaxserve.sequence import Sequence
-from jaxserve.shapes import make_buckets
 from jaxserve.tokenizer import Vocabulary
 
 log = logging.getLogger(__name__)
 
 COMPILE_WAIT_S = 0.005  # an engine with nothing else to do looks this often whether a grammar is ready
-
-DEFAULTS: dict[str, dict[str, Any]] = {  # of options left open, by platform
-    "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 160},
-    "gpu": {
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 8192,
-        "max_num_mixed_tokens": 2048,
-    },
-    "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048},
-}
 
 
 class Engine:
@@ -54,75 +42,53 @@ class Engine:
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None, *, checks: bool = False):
         started = time.monotonic()
         device = _start_jax(config.gpu_memory_utilization)
+        from jaxserve.deployment import resolve_deployment
         from jaxserve.models.loading import LoadedModel, load_model
-        from jaxserve.models.registry import resolve
-        from jaxserve.pallas_kernels.ops import resolve_backend
+        from jaxserve.programs import Programs
         from jaxserve.runner import Runner
 
         checkpoint = checkpoint or Checkpoint.open(config)
-        choices = _resolve_choices(config, device.platform)
-        model_config, _ = resolve(checkpoint.config)
-        _check_max_model_len(config.max_model_len, model_config.max_model_len)
-        backend = resolve_backend(
-            config.attention_backend,
-            device.platform,
-            device.device_kind,
-            dtype=choices["dtype"],
-            head_dim=model_config.head_dim,
-            group=model_config.num_heads // model_config.num_kv_heads,
-        )
-        page_size = config.page_size or backend.default_page_size
-        if page_size not in backend.page_sizes:
-            raise ConfigError(
-                f"--page-size must be one of {', '.join(map(str, backend.page_sizes))} for the {backend.name} backend, "
-                f"got {page_size}",
-                param="page_size",
-            )
+        deployment = resolve_deployment(config, checkpoint.config, device.platform, device.device_kind)
+        model, max_num_seqs = deployment.model, deployment.max_num_seqs
 
         def load() -> LoadedModel:
-            return load_model(
-                checkpoint, model_config, choices["dtype"], load_format=config.load_format, seed=config.seed
-            )
+            return load_model(checkpoint, model, deployment.dtype, load_format=config.load_format, seed=config.seed)
 
         loaded = load()
         log.info(
-            "weights: %s, %.2f GiB of %s on %s, %.1f s", checkpoint.name, loaded.nbytes / 2**30, choices["dtype"],
+            "weights: %s, %.2f GiB of %s on %s, %.1f s", checkpoint.name, loaded.nbytes / 2**30, deployment.dtype,
             device.device_kind, time.monotonic() - started,
         )  # fmt: skip
-        max_num_seqs, budget = choices["max_num_seqs"], choices["max_num_batched_tokens"]
-        # XLA's CPU products of one row in 16 bits are 6 times as slow as those of two.
-        fewest_rows = 2 if device.platform == "cpu" and choices["dtype"] != "float32" else 1
-        buckets = make_buckets(max_num_seqs, budget, fine=device.platform == "gpu", fewest_rows=fewest_rows)
-        self._runner = Runner(config, loaded, backend, buckets, page_size, max_num_seqs)
+        self._runner = Runner(config, loaded, Programs(loaded, deployment, device))
         self.info = EngineInfo(
             model=config.model,
-            vocab_size=model_config.vocab_size,
+            vocab_size=model.vocab_size,
             max_model_len=self._runner.pool.max_model_len,
             max_num_seqs=max_num_seqs,
-            page_size=page_size,
+            page_size=deployment.page_size,
             num_pages=self._runner.pool.num_pages,
             device=device.device_kind,
-            dtype=choices["dtype"],
+            dtype=deployment.dtype,
             scheduling_policy=config.scheduling_policy,
-            hidden_size=model_config.hidden_size,
+            hidden_size=model.hidden_size,
             matryoshka=bool(checkpoint.config.get("is_matryoshka") or checkpoint.config.get("matryoshka_dimensions")),
             compiles_later=config.enforce_eager,
         )
         self._scheduler = Scheduler(
             num_pages=self._runner.pool.num_pages,
-            page_size=page_size,
+            page_size=deployment.page_size,
             max_num_seqs=max_num_seqs,
             max_model_len=self.info.max_model_len,
-            max_prefill_tokens=max(b.prefill_tokens for b in buckets),
-            max_mixed_tokens=choices["max_num_mixed_tokens"],
-            max_prefill_rows=max(b.prefill_rows for b in buckets),
+            max_prefill_tokens=max(b.prefill_tokens for b in deployment.buckets),
+            max_mixed_tokens=deployment.max_num_mixed_tokens,
+            max_prefill_rows=max(b.prefill_rows for b in deployment.buckets),
             max_queue_len=config.max_queue_len,
             policy=config.scheduling_policy,
             prefix_caching=config.enable_prefix_caching,
             checks=checks,
         )
         self._controller = Controller(self._scheduler, self._runner, load)
-        self._vocab_size = model_config.vocab_size
+        self._vocab_size = model.vocab_size
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._grammars: GrammarCompiler | None = None
         self._compiling: dict[str, tuple[Request, Future[GrammarState]]] = {}  # requests that wait for their grammar
@@ -374,41 +340,6 @@ def _unpack_logprobs(row: np.ndarray, token_id: int, count: int) -> TokenLogprob
         top_ids=row[2 : 2 + count].tolist(),
         top_logprobs=values[2 + MAX_LOGPROBS : 2 + MAX_LOGPROBS + count].tolist(),
     )
-
-
-def _resolve_choices(config: EngineConfig, platform: str) -> dict[str, Any]:
-    """Options left open, filled in for the platform. Raises ConfigError if they contradict each other."""
-    defaults = DEFAULTS.get(platform, DEFAULTS["gpu"])
-    dtype = config.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if platform != "cpu" or _cpu_computes_bfloat16() else "float32"
-    max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
-    budget = config.max_num_batched_tokens or max(defaults["max_num_batched_tokens"], max_num_seqs + 128)
-    if budget < max_num_seqs + 16:
-        raise ConfigError(
-            f"--max-num-batched-tokens must be at least max_num_seqs + 16 = {max_num_seqs + 16}, got {budget}",
-            param="max_num_batched_tokens",
-        )
-    mixed = config.max_num_mixed_tokens or defaults.get("max_num_mixed_tokens", budget)
-    return {
-        "dtype": dtype, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget, "max_num_mixed_tokens": mixed,
-    }  # fmt: skip
-
-
-def _cpu_computes_bfloat16() -> bool:
-    """Whether the CPU has matrix instructions for it (AMX), where Linux tells. Others may emulate it, slowly."""
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return False
-
-
-def _check_max_model_len(wanted: int | str | None, longest: int) -> None:
-    """Raises ConfigError before any weights are loaded if the model was not made for so many tokens."""
-    if isinstance(wanted, int) and wanted > longest:
-        raise ConfigError(
-            f"--max-model-len must be at most the model's {longest} tokens, got {wanted}", param="max_model_len"
-        )
 
 
 def _start_jax(memory_share: float) -> Any:

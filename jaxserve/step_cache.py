@@ -31,16 +31,20 @@ KEEP_S = 30 * 24 * 3600
 OURS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)  # kernels that stay with the jax version they are of
 
 
-def lower(function: Callable[..., list[jax.Array]], shapes: list[Any], *, donated: range, name: str) -> Any:
-    """`function` of flat array arguments, lowered, to be compiled; `name` tells apart what shapes do not.
+def lower(
+    function: Callable[..., list[jax.Array]], shapes: list[Any], *, donated: range, name: str, device: Any
+) -> Any:
+    """`function` of flat array arguments, lowered for a kind of device, to be compiled; `name` tells apart what shapes
+    do not.
 
     Arguments at the positions `donated` are donated. Raises what tracing raises.
     """
     donate = tuple(donated)
-    path = cache_dir() / "steps" / f"{_key(name, shapes)}.stablehlo"
+    path = cache_dir() / "steps" / f"{_key(name, shapes, device)}.stablehlo"
     exported = _read(path)
     if exported is None:
-        exported = export.export(jitted(function, donate), disabled_checks=OURS)(*shapes)
+        platforms = None if device in jax.local_devices() else [device.platform]
+        exported = export.export(jitted(function, donate), platforms=platforms, disabled_checks=OURS)(*shapes)
         _write(path, bytes(exported.serialize()))
     return jitted(exported.call, donate).lower(*shapes)
 
@@ -85,8 +89,7 @@ def _drop_damaged(folder: Path) -> None:
         os.replace(begun, marker)  # which keeps the time
 
 
-def _key(name: str, shapes: list[Any]) -> str:
-    device = jax.local_devices()[0]
+def _key(name: str, shapes: list[Any], device: Any) -> str:
     facts = [
         name,
         f"{jax.config.jax_enable_x64} {jax.config.jax_default_matmul_precision}",

@@ -84,11 +84,11 @@ def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
         wall_ms = (time.perf_counter() - begin) / TIMED_STEPS * 1e3
     trace = traced(engine, TRACED_STEPS)
     stop(engine, ids)
-    weights = sum(a.nbytes for a in runner._weights)
+    weights, itemsize = sum(a.nbytes for a in runner._weights), runner._weights[0].dtype.itemsize
     model = runner._model
     if not model.tied_embeddings:
-        weights -= model.vocab_size * model.hidden_size * runner._dtype.itemsize  # the embedding is only looked up
-    kv = batch * args.context * model.kv_bytes_per_token(runner._dtype.itemsize)
+        weights -= model.vocab_size * model.hidden_size * itemsize  # the embedding is only looked up
+    kv = batch * args.context * model.kv_bytes_per_token(itemsize)
     floor_ms = (weights + kv) / args.read_tb_s / 1e9
     report(f"decode, batch {batch}, context {args.context}", wall_ms, trace, TRACED_STEPS, floor_ms, args.top)
     ms = {name: s / TIMED_STEPS * 1e3 for name, s in (spent_s | packing_s).items()}

@@ -47,20 +47,30 @@ TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"
 
 
 @pytest.fixture(scope="session")
-def compile_for_tpu() -> Callable[..., Any]:
-    """compile(generation, function, *shapes, donated=()): compiled for one chip by the real TPU compiler, on this host.
+def tpu_chip() -> Callable[[str], Any]:
+    """tpu_chip(generation): a device of that kind (a key of TPUS) to compile for, by the real compiler, on this host.
 
-    `generation`: a key of TPUS. Skips where the compiler is missing: pip install '.[dev,tpu]' brings it.
+    Skips where the compiler is missing: pip install '.[dev,tpu]' brings it.
     """
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install '.[dev,tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask a cloud VM what this machine is
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is used that another process could want
-    import jax
     from jax.experimental import topologies
+
+    def chip(generation: str) -> Any:
+        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[generation]).devices[0]
+
+    return chip
+
+
+@pytest.fixture(scope="session")
+def compile_for_tpu(tpu_chip: Callable[[str], Any]) -> Callable[..., Any]:
+    """compile(generation, function, *shapes, donated=()): compiled for one chip, see tpu_chip."""
+    import jax
     from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
     def compile(generation: str, function: Callable[..., Any], *shapes: Any, donated: tuple[int, ...] = ()) -> Any:
-        chip = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[generation]).devices[0]
+        chip = tpu_chip(generation)
         place = SingleDeviceSharding(chip)
         shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes)
         kind = AbstractDevice(chip.device_kind, getattr(chip, "num_cores", 1), "tpu")

@@ -18,7 +18,8 @@ from jax._src import xla_bridge
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
-from jaxserve.engine import Engine, _resolve_choices, _start_jax
+from jaxserve.deployment import resolve_deployment
+from jaxserve.engine import Engine, _start_jax
 from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
 from jaxserve.models.registry import resolve
 from jaxserve.request import Request, SamplingParams
@@ -348,12 +349,16 @@ def test_report_17_logits_that_overflow_fail_one_request():
 @pytest.mark.parametrize(("flags", "expected"), [("fpu amx_bf16 avx", "bfloat16"), ("fpu avx512_bf16", "float32")])
 def test_the_type_on_a_cpu_is_one_that_it_computes_in(monkeypatch, flags, expected):
     monkeypatch.setattr(Path, "read_text", lambda self: f"flags\t: {flags}\n")
-    assert _resolve_choices(EngineConfig(), "cpu")["dtype"] == expected
-    assert _resolve_choices(EngineConfig(dtype="float16"), "cpu")["dtype"] == "float16"
-    assert _resolve_choices(EngineConfig(), "gpu")["dtype"] == "bfloat16"
+    hf = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64}
+    hf |= {"num_hidden_layers": 1, "num_attention_heads": 1}
+
+    def dtype_on(platform: str, **options: str) -> str:
+        return resolve_deployment(EngineConfig(**options), hf, platform, "any").dtype
+
+    assert (dtype_on("cpu"), dtype_on("cpu", dtype="float16"), dtype_on("gpu")) == (expected, "float16", "bfloat16")
 
 
 def test_16_bits_on_a_cpu_have_no_decode_step_of_one_row():
     """XLA multiplies one row in 16 bits very slowly there."""
     engine = Engine(config_of("llama", dtype="bfloat16"), checks=True)
-    assert min(b.decode_rows for b in engine._runner._layouts if not b.prefill_tokens) == 2
+    assert min(b.decode_rows for b in engine._runner._programs.layouts if not b.prefill_tokens) == 2

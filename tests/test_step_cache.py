@@ -27,7 +27,9 @@ def make_old(path: Path) -> Path:
 
 
 def lower(name: str) -> None:
-    step_cache.lower(lambda x: [x + 1], [jax.ShapeDtypeStruct((2,), "float32")], donated=range(0), name=name)
+    step_cache.lower(
+        lambda x: [x + 1], [jax.ShapeDtypeStruct((2,), "float32")], donated=range(0), name=name, device=jax.devices()[0]
+    )
 
 
 def test_what_no_start_uses_for_a_month_is_deleted(cache: Path):
@@ -118,7 +120,8 @@ def test_a_cache_that_cannot_be_written_is_told_once(tmp_path: Path):
         "from jaxserve.engine import _start_jax; _start_jax(0.9)\n"
         "import jax; from jaxserve import step_cache\n"
         "shape = [jax.ShapeDtypeStruct((2,), 'float32')]\n"
-        "for name in 'ab': step_cache.lower(lambda x: [x + 1], shape, donated=range(0), name=name).compile()\n"
+        "for name in 'ab':\n"
+        " step_cache.lower(lambda x: [x + 1], shape, donated=range(0), name=name, device=jax.devices()[0]).compile()\n"
     )
     env = {**os.environ, "JAXSERVE_CACHE_DIR": str(tmp_path / "file" / "cache")}
     env.pop("JAX_COMPILATION_CACHE_DIR", None)

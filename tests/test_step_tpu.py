@@ -2,22 +2,20 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxserve import step_cache
+from jaxserve import deployment, step_cache
 from jaxserve.config import EngineConfig
+from jaxserve.deployment import resolve_deployment
 from jaxserve.engine import Engine
-from jaxserve.models.loading import LoadedModel
-from jaxserve.models.registry import ARCHITECTURES, resolve
-from jaxserve.pallas_kernels import ops
+from jaxserve.models.loading import model_shapes
 from jaxserve.pallas_kernels.ops import resolve_backend
+from jaxserve.programs import Kind, Programs
 from jaxserve.request import Request, SamplingParams
-from jaxserve.runner import Kind, Runner
 from jaxserve.shapes import Bucket
 
 LAYERS, SLOTS, PAGES, MAX_MODEL_LEN = 2, 64, 2048, 131072
@@ -25,29 +23,25 @@ DECODE, MIXED = Bucket(0, SLOTS, 0), Bucket(512, SLOTS, 16)
 
 
 @pytest.fixture(scope="module")
-def runner() -> Runner:
+def programs(tpu_chip) -> Programs:
     """Of two layers of Llama 3.1 8B: shapes without weights."""
     hf = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": LAYERS, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": MAX_MODEL_LEN,
     }  # fmt: skip
-    config = resolve(hf)[0]
-    backend = resolve_backend("auto", "tpu", "TPU v5e", dtype="bfloat16", head_dim=128, group=4)
-    family = ARCHITECTURES[config.architecture]
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, jnp.bfloat16)))
-    loaded = LoadedModel(config, graphdef, nnx.to_pure_dict(state))
-    # its own pool is on this host, and small
-    options = EngineConfig(model="m", kv_cache_memory_bytes=2**22, max_model_len=128, enforce_eager=True)
-    return Runner(options, loaded, backend, (DECODE, MIXED), backend.default_page_size, SLOTS)
+    chip = tpu_chip("v5e")
+    made = resolve_deployment(EngineConfig(max_num_seqs=SLOTS), hf, chip.platform, chip.device_kind)
+    made = replace(made, buckets=(DECODE, MIXED))
+    return Programs(model_shapes(made.model, made.dtype), made, chip)
 
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("size", [DECODE, MIXED], ids=str)
 @pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.FORWARD])
-def test_a_step_compiles_and_copies_no_pool(runner: Runner, kind: Kind, size: Bucket, compile_for_tpu):
-    function, shapes, donated = runner.flat((kind, size), PAGES, MAX_MODEL_LEN)
-    compiled = compile_for_tpu("v5e", function, *shapes, donated=tuple(donated))
+def test_a_step_compiles_and_copies_no_pool(programs: Programs, kind: Kind, size: Bucket):
+    _, shapes, donated = programs.flat((kind, size), PAGES, MAX_MODEL_LEN)
+    compiled = programs.lower((kind, size), PAGES, MAX_MODEL_LEN).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     kernels = re.findall(r"%(\w+?)(?:\.\d+)? = .*tpu_custom_call", text)
     per_layer = {"kv_write_decode", "ragged_paged_attention_1"}
@@ -64,9 +58,9 @@ def test_a_step_compiles_and_copies_no_pool(runner: Runner, kind: Kind, size: Bu
 
 
 @pytest.mark.tpu_aot
-def test_a_draw_compiles(runner: Runner, compile_for_tpu):
-    function, shapes, donated = runner.flat((Kind.DRAW, SLOTS), PAGES, MAX_MODEL_LEN)
-    compiled = compile_for_tpu("v5e", function, *shapes, donated=tuple(donated))
+def test_a_draw_compiles(programs: Programs):
+    _, shapes, donated = programs.flat((Kind.DRAW, SLOTS), PAGES, MAX_MODEL_LEN)
+    compiled = programs.lower((Kind.DRAW, SLOTS), PAGES, MAX_MODEL_LEN).compile()
     state_bytes = sum(shapes[i].size * shapes[i].dtype.itemsize for i in donated)
     assert compiled.memory_analysis().alias_size_in_bytes >= state_bytes
 
@@ -75,12 +69,12 @@ def test_a_draw_compiles(runner: Runner, compile_for_tpu):
 def test_greedy_ids_of_an_engine_with_interpreted_kernels_equal_transformers(case, monkeypatch):
     """Prompts in chunks beside decode rows, with a window and without, in float32."""
 
-    def lower(function, shapes, *, donated, name):  # an interpreted kernel calls back, and cannot be exported
+    def lower(function, shapes, *, donated, name, device):  # an interpreted kernel calls back, and cannot be exported
         return step_cache.jitted(function, tuple(donated)).lower(*shapes)
 
     monkeypatch.setattr(step_cache, "lower", lower)
     backend = resolve_backend("mosaic_tpu", "tpu", "TPU v4", dtype="float32")
-    monkeypatch.setattr(ops, "resolve_backend", lambda *_, **__: backend)
+    monkeypatch.setattr(deployment, "resolve_backend", lambda *_, **__: backend)
     folder = Path(__file__).parent / "goldens" / case
     entries = json.loads((folder / "golden.json").read_text())[:3]
     config = EngineConfig(

@@ -77,6 +77,13 @@ def load_model(
     return LoadedModel(config, graphdef, nnx.to_pure_dict(state))
 
 
+def model_shapes(config: ModelConfig, dtype: Any) -> LoadedModel:
+    """The model of `config` with shapes in place of weights."""
+    family = ARCHITECTURES[config.architecture]
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype)))
+    return LoadedModel(config, graphdef, nnx.to_pure_dict(state))
+
+
 def _name(path: tuple) -> str:
     """layers.0.qkv, from the path of a leaf in the state."""
     return ".".join(str(key.key) for key in path if hasattr(key, "key"))

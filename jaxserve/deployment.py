@@ -1,0 +1,107 @@
+"""A model on one kind of device: every choice that decides which programs there are, and their shapes.
+
+Resolved from names alone, so that programs can be compiled for a device that is elsewhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.models.base import ModelConfig
+from jaxserve.models.registry import resolve
+from jaxserve.pallas_kernels.ops import Backend, resolve_backend
+from jaxserve.shapes import Bucket, make_buckets
+
+DEFAULTS: dict[str, dict[str, Any]] = {  # of options left open, by platform
+    "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 160},
+    "gpu": {
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 8192,
+        "max_num_mixed_tokens": 2048,
+    },
+    "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """Options with nothing left open."""
+
+    model: ModelConfig
+    dtype: str  # of weights, activations and KV pages
+    backend: Backend
+    page_size: int
+    max_num_seqs: int
+    max_num_mixed_tokens: int
+    buckets: tuple[Bucket, ...]
+
+
+def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: str, device_kind: str) -> Deployment:
+    """What `config` asks for, of a model with this config.json. Raises ConfigError if it cannot be honoured."""
+    model, _ = resolve(hf)
+    _check_max_model_len(config.max_model_len, model.max_model_len)
+    dtype, max_num_seqs, budget, mixed = _resolve_choices(config, platform)
+    backend = resolve_backend(
+        config.attention_backend,
+        platform,
+        device_kind,
+        dtype=dtype,
+        head_dim=model.head_dim,
+        group=model.num_heads // model.num_kv_heads,
+    )
+    page_size = config.page_size or backend.default_page_size
+    if page_size not in backend.page_sizes:
+        raise ConfigError(
+            f"--page-size must be one of {', '.join(map(str, backend.page_sizes))} for the {backend.name} backend, "
+            f"got {page_size}",
+            param="page_size",
+        )
+    # XLA's CPU products of one row in 16 bits are 6 times as slow as those of two.
+    fewest_rows = 2 if platform == "cpu" and dtype != "float32" else 1
+    return Deployment(
+        model=model,
+        dtype=dtype,
+        backend=backend,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_mixed_tokens=mixed,
+        buckets=make_buckets(max_num_seqs, budget, fine=platform == "gpu", fewest_rows=fewest_rows),
+    )
+
+
+def _resolve_choices(config: EngineConfig, platform: str) -> tuple[str, int, int, int]:
+    """dtype, max_num_seqs, max_num_batched_tokens and max_num_mixed_tokens, filled in for the platform.
+
+    Raises ConfigError if they contradict each other.
+    """
+    defaults = DEFAULTS.get(platform, DEFAULTS["gpu"])
+    dtype = config.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if platform != "cpu" or _cpu_computes_bfloat16() else "float32"
+    max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
+    budget = config.max_num_batched_tokens or max(defaults["max_num_batched_tokens"], max_num_seqs + 128)
+    if budget < max_num_seqs + 16:
+        raise ConfigError(
+            f"--max-num-batched-tokens must be at least max_num_seqs + 16 = {max_num_seqs + 16}, got {budget}",
+            param="max_num_batched_tokens",
+        )
+    return dtype, max_num_seqs, budget, config.max_num_mixed_tokens or defaults.get("max_num_mixed_tokens", budget)
+
+
+def _cpu_computes_bfloat16() -> bool:
+    """Whether the CPU has matrix instructions for it (AMX), where Linux tells. Others may emulate it, slowly."""
+    try:
+        return "amx_bf16" in Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+
+
+def _check_max_model_len(wanted: int | str | None, longest: int) -> None:
+    """Raises ConfigError before any weights are loaded if the model was not made for so many tokens."""
+    if isinstance(wanted, int) and wanted > longest:
+        raise ConfigError(
+            f"--max-model-len must be at most the model's {longest} tokens, got {wanted}", param="max_model_len"
+        )

@@ -1,0 +1,230 @@
+"""The programs that an engine's steps are made of: which there are, their shapes, how they are compiled.
+
+All of it works from shapes, for a device that may be elsewhere; runner.py gives them memory and runs them.
+"""
+
+import contextlib
+import enum
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+from jaxserve import step_cache
+from jaxserve.config import EngineConfig
+from jaxserve.deployment import Deployment
+from jaxserve.models.loading import LoadedModel
+from jaxserve.paging.kv_cache import GiB, PoolSize, size_pool
+from jaxserve.pallas_kernels.reference import KVPages
+from jaxserve.sampling_inputs import empty_extras
+from jaxserve.shapes import Bucket, ceil_div, coarse
+from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, PackedLayout, row_columns
+from jaxserve.step import build_draw, build_forward, build_plain
+
+log = logging.getLogger(__name__)
+
+PROFILE_PAGES = 64  # pool of the program that the largest step's memory is read off
+HEADROOM_BYTES = GiB // 2  # for the runtime: autotuning, graphs, fragments
+# What may be part of a CUDA graph: XLA's defaults, and loops. A conditional with a loop in it that is not in a graph
+# makes the host wait for the device.
+GRAPH_PARTS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+# From so many tokens on products are left to cuBLAS. It won all of them at 256 rows; XLA compiles and times dozens of
+# kernels of its own for each before it agrees.
+CUBLAS_TOKENS = 512
+COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
+
+
+class Kind(enum.Enum):
+    """The programs that steps are made of; see step.py. PLAIN and FORWARD exist per bucket (FORWARD where there is
+    PLAIN too: per coarse bucket), DRAW per number of rows.
+    """
+
+    PLAIN = "plain"
+    FORWARD = "forward"
+    DRAW = "draw"
+
+
+Key = tuple[Kind, Bucket | int]
+
+
+class Signature(NamedTuple):
+    """Shapes of what a program takes. It returns what it updates, in the same memory, and its results."""
+
+    weights: tuple[Any, ...]
+    updated: tuple[Any, ...]
+    held: tuple[Any, ...]  # memory that results are written to: all of them or, (), none; then there are two programs
+    rest: tuple[Any, ...]  # the last one comes from the host
+    results: tuple[Any, ...]
+
+
+class Programs:
+    """Every program of a deployment.
+
+    `loaded` may hold shapes in place of weights. `device` is of this host or of a topology that is only compiled for.
+    """
+
+    def __init__(self, loaded: LoadedModel, deployment: Deployment, device: Any):
+        self.deployment, self.model, self.backend = deployment, deployment.model, deployment.backend
+        self._graphdef = loaded.graphdef
+        self._params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loaded.params)
+        self._device = device
+        self._dtype = jnp.dtype(deployment.dtype)
+        self.num_slots = deployment.max_num_seqs + 1  # the last one is the trash slot
+        # On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step.
+        self.buckets = {Kind.FORWARD: deployment.buckets}
+        if self.backend.platform != "cpu":
+            self.buckets = {Kind.PLAIN: deployment.buckets, Kind.FORWARD: coarse(deployment.buckets)}
+        self.layouts = {b: PackedLayout(b, deployment.page_size) for b in deployment.buckets}
+        # Every program that a step may need, in a fixed order.
+        self.keys: list[Key] = [(kind, bucket) for kind, buckets in self.buckets.items() for bucket in buckets]
+        self.keys += [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self.buckets[Kind.FORWARD]})]
+
+    # ----------------------------------------------------------------------------------------------- memory
+
+    def size_pool(self, config: EngineConfig, free_bytes: Callable[[], int]) -> PoolSize:
+        """The KV pool that `config` asks for or, where it leaves that open, as large as what is free."""
+        model = self.model
+        wanted = model.max_model_len if config.max_model_len is None else config.max_model_len
+        bytes_per_token = model.kv_bytes_per_token(self._dtype.itemsize) // model.head_dim
+        return size_pool(
+            config.kv_cache_memory_bytes or free_bytes(),
+            page_size=self.deployment.page_size,
+            bytes_per_token=bytes_per_token * self.backend.stored_head_dim(model.head_dim),
+            max_model_len=wanted if isinstance(wanted, int) else None,
+            model_max_len=model.max_model_len,
+        )
+
+    def free_bytes(self, share_bytes: int, weight_bytes: int) -> int:
+        """What weights, slots and the largest step leave of a device's memory."""
+        step = self.step_bytes()
+        log.info(
+            "device memory: %.2f GiB share, %.2f GiB weights, %.2f GiB slots and largest step",
+            share_bytes / GiB, weight_bytes / GiB, step / GiB,
+        )  # fmt: skip
+        return share_bytes - weight_bytes - step - HEADROOM_BYTES
+
+    def step_bytes(self) -> int:
+        """Bytes that the slots and the largest step need: read off its compiled programs."""
+        bucket = max(self.buckets[Kind.FORWARD], key=lambda b: b.tokens)
+        sizes = PROFILE_PAGES, self.model.max_model_len
+        size = nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len)))
+        for key in ((Kind.FORWARD, bucket), (Kind.DRAW, bucket.rows)):
+            memory = self.lower(key, *sizes).compile(self.options(key)).memory_analysis()
+            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+            size += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
+        return size + sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys)
+
+    def new_kv(self, num_pages: int) -> list[KVPages]:
+        head_dim = self.backend.stored_head_dim(self.model.head_dim)
+        shape = (num_pages, self.model.num_kv_heads, self.deployment.page_size, head_dim)
+        return [
+            KVPages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self.model.num_layers)
+        ]
+
+    def new_state(self, max_model_len: int) -> DeviceState:
+        return DeviceState(
+            last_token=jnp.zeros(self.num_slots, jnp.int32),
+            page_table=jnp.zeros((self.num_slots, ceil_div(max_model_len, self.deployment.page_size)), jnp.int32),
+            extras=empty_extras(self.num_slots, max_model_len, self.model.vocab_size),
+        )
+
+    # ---------------------------------------------------------------------------------------------- compile
+
+    def compile_all[P](
+        self, compile: Callable[[Key, Any], P], num_pages: int, max_model_len: int
+    ) -> Iterator[tuple[Key, P]]:
+        """What `compile(key, lowered)` makes of every program: lowered in a fixed order (stable cache keys), compiled
+        side by side.
+        """
+        threading.stack_size(COMPILE_STACK_BYTES)
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            futures = [(key, pool.submit(compile, key, self.lower(key, num_pages, max_model_len))) for key in self.keys]
+            threading.stack_size(0)
+            yield from ((key, future.result()) for key, future in futures)
+
+    def lower(self, key: Key, num_pages: int, max_model_len: int) -> Any:
+        """A program, to be compiled with `options`."""
+        function, shapes, donated = self.flat(key, num_pages, max_model_len)
+        what = self.layouts[key[1]] if isinstance(key[1], Bucket) else key[1]
+        name = f"{self.model} {key[0]} {what} {self.backend.name}"
+        with _traced_for(self._device):
+            return step_cache.lower(function, shapes, donated=donated, name=name, device=self._device)
+
+    def options(self, key: Key) -> dict[str, Any]:
+        """How XLA is to compile a program."""
+        kind, size = key
+        options: dict[str, Any] = {}
+        if self.backend.platform == "gpu":
+            if kind is not Kind.PLAIN:
+                options["xla_gpu_enable_command_buffer"] = GRAPH_PARTS
+            if isinstance(size, Bucket) and size.tokens >= CUBLAS_TOKENS:
+                options["xla_gpu_enable_triton_gemm"] = False
+        return options
+
+    def flat(self, key: Key, num_pages: int, max_model_len: int) -> tuple[Callable[..., list[jax.Array]], list, range]:
+        """A program as a function of flat arrays, in this order: weights; what it updates and what holds its results
+        (both donated, both returned); the rest. Also the shapes of its arguments, and which are donated.
+        """
+        kind, size = key
+        if isinstance(size, int):
+            function = build_draw()
+        else:
+            build = build_plain if kind is Kind.PLAIN else build_forward
+            function = build(self._graphdef, self.layouts[size], self.backend)
+        weights, updated, held, rest, _ = self.signature(key, num_pages, max_model_len)
+        shapes, tree = jax.tree.flatten((weights, updated, held, rest))
+        place = SingleDeviceSharding(self._device)
+        shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place) for s in shapes]
+
+        def flat(*leaves: jax.Array) -> list[jax.Array]:
+            weights, updated, _, rest = jax.tree.unflatten(tree, leaves)
+            return jax.tree.leaves(function(*weights, *updated, *rest))
+
+        begin = len(jax.tree.leaves(weights))
+        return flat, shapes, range(begin, begin + len(jax.tree.leaves((updated, held))))
+
+    def signature(self, key: Key, num_pages: int, max_model_len: int) -> Signature:
+        kind, size = key
+        model, i32, f32 = self.model, jnp.int32, jnp.float32
+        state = jax.eval_shape(lambda: self.new_state(max_model_len))
+        num_rows = size if isinstance(size, int) else size.rows
+
+        def array(*shape: int, dtype: Any = i32) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype)
+
+        takes_turns = self.backend.platform == "gpu"
+        logits, columns = array(num_rows, model.vocab_size, dtype=f32), array(len(row_columns()), num_rows)
+        tokens = array(num_rows)
+        if isinstance(size, int):
+            masks = array(num_rows, ceil_div(model.vocab_size, 32))
+            drawn = Drawn(tokens, array(num_rows, LOGPROB_COLUMNS))
+            updated = (state.last_token, state.extras)
+            return Signature((), updated, (drawn,) if takes_turns else (), (logits, columns, masks), (drawn,))
+        weights, packed = (self._params,), array(self.layouts[size].size)
+        kv = jax.eval_shape(lambda: self.new_kv(num_pages))
+        if kind is Kind.PLAIN:
+            updated = (kv, state.page_table, state.last_token)
+            return Signature(weights, updated, (tokens,) if takes_turns else (), (packed,), (tokens,))
+        scored = array(size.prefill_tokens, LOGPROB_COLUMNS) if size.prefill_tokens else None
+        forward = Forward(logits, columns, array(num_rows, model.hidden_size, dtype=f32), scored)
+        held = (forward,) if takes_turns and not size.prefill_tokens else ()
+        return Signature(weights, (kv, state.page_table), held, (state.last_token, packed), (forward,))
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of arrays or shapes."""
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+
+def _traced_for(device: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels see this kind of device, and not one of this host."""
+    if device in jax.local_devices():
+        return contextlib.nullcontext()
+    kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), device.platform)
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
