@@ -214,7 +214,7 @@ class Engine:
         if before < 2:
             self._launch()
         deltas = self._commit(self._in_flight.popleft()) if before else []
-        if self._in_flight and (last := self._in_flight[-1]).drawn is None:
+        if self._in_flight and (last := self._in_flight[-1]).awaits_masks:
             self._runner.draw(last, self._masks(last.plan))
             self._launch()  # the device has little left to do, while the caller is busy with the deltas
         return [*answers, *deltas, *(self._delta(event, None, None) for event in self._scheduler.take_endings())]

@@ -8,9 +8,11 @@ import functools
 import logging
 import operator
 import os
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -70,8 +72,11 @@ class Launched:
     bucket: Bucket
     asked: int  # flags of all rows
     scored: bool  # some row wants its prompt's logprobs
+    awaits_masks: bool  # draw() is still to be called
+    begun: threading.Event = field(default_factory=threading.Event)  # the device's thread is at work, in XLA
+    started: Future[None] | None = None  # done when all is on its way: then the results are
     forward: Forward | None = None  # None: a plain step
-    drawn: Drawn | None = None  # None: draw() is still to be called
+    drawn: Drawn | None = None
 
 
 @dataclass(slots=True)
@@ -94,6 +99,7 @@ class Runner:
         self._packer = Packer(programs.layouts, self._num_slots - 1)
         self._ready: dict[Key, list[Program]] = {}  # the last one that ran comes first
         self._compiles = _CompileCounter()
+        self._device = ThreadPoolExecutor(1, "device")
         self._flags = [0] * self._num_slots
         self.pool = programs.size_pool(config, self._free_bytes)
         log.info("%s", self.pool)
@@ -174,14 +180,15 @@ class Runner:
         self._ready[key].reverse()
         return self._ready[key][0]
 
-    @staticmethod
     def _run(
-        program: Program, weights: list[jax.Array], updated: Any, *rest: Any, sent: np.ndarray | None
-    ) -> tuple[Any, Any]:
+        self, launched: Launched, program: Program, weights: list[jax.Array], updated: Any, *rest: Any,
+        sent: np.ndarray | None,
+    ) -> tuple[Any, Any]:  # fmt: skip
         """Starts a program. Returns what it updated, and its results. sent: None if it will not look at that."""
         if sent is not None:
             program.sent = program.put(program.sent, sent)
         mine = *jax.tree.leaves(updated), *program.held
+        launched.begun.set()  # from here on it needs no Python for a while
         returned = program.run(*weights, *mine, *rest, program.sent)
         program.held = returned[len(returned) - len(program.held) :]
         return jax.tree.unflatten(program.outputs, returned)
@@ -198,9 +205,7 @@ class Runner:
         If a row has a grammar, only the forward pass is started: draw() does the rest.
         """
         with self._compiles:
-            self._set_up_slots(plan)
-            if plan.copies:
-                self._copy(plan.copies)
+            edits = self._admit(plan)
             slots = plan.decode.slots + plan.prefill.slots
             asked = functools.reduce(operator.or_, (self._flags[slot] for slot in slots))
             scored = any(seq.score_prompt for seq in plan.prefill.seqs)
@@ -208,52 +213,83 @@ class Runner:
             buckets = self._programs.buckets[kind]
             bucket = choose_bucket(buckets, len(plan.decode), len(plan.prefill.tokens), len(plan.prefill))
             room = self._programs.layouts[bucket].num_page_writes
-            if len(plan.page_writes) > room:  # long cached prompts were admitted
-                self._write_page_table(plan.page_writes[room:])
-                plan.page_writes = plan.page_writes[:room]
-            launched = Launched(plan, bucket, asked, scored)
-            packed = self._packer.pack(plan, bucket)
+            writes, plan.page_writes = plan.page_writes[room:], plan.page_writes[:room]  # long cached prompts
+            launched = Launched(plan, bucket, asked, scored, awaits_masks=bool(asked & GRAMMAR))
+            program, packed = self._program(kind, bucket), self._packer.pack(plan, bucket)
+            draw = None
+            if kind is Kind.FORWARD and not launched.awaits_masks:
+                draw = self._program(Kind.DRAW, bucket.rows)
+
+        def start() -> None:
+            self._edit_slots(edits)
+            self._copy(plan.copies)
+            self._write_page_table(writes)
             if kind is Kind.PLAIN:
-                self._launch_plain(launched, packed)
-                return launched
-            state = self._state
-            program, updated = self._program(Kind.FORWARD, bucket), (self._kv, state.page_table)
-            updated, (forward,) = self._run(program, self._weights, updated, state.last_token, sent=packed)
-            self._kv, self._state = updated[0], state._replace(page_table=updated[1])
-        launched.forward = forward
-        if asked & POOLED:
-            forward.pooled.copy_to_host_async()
-        if scored:
-            forward.prompt_logprobs.copy_to_host_async()
-        if not asked & GRAMMAR:
-            self.draw(launched)
+                self._start_plain(launched, program, packed)
+                return
+            self._start_forward(launched, program, packed)
+            if draw:
+                self._start_draw(launched, draw, None)
+
+        self._dispatch(launched, start)
         return launched
 
-    def _launch_plain(self, launched: Launched, packed: np.ndarray) -> None:
-        program, state = self._program(Kind.PLAIN, launched.bucket), self._state
+    def draw(self, launched: Launched, masks: dict[int, np.ndarray]) -> None:
+        """Draws the tokens of a step that launch() has left at the forward pass.
+
+        masks: row of the plan -> i32[V/32], bit i % 32 of word i // 32: id i may follow. Other rows: any.
+        """
+        with self._compiles:
+            program = self._program(Kind.DRAW, launched.bucket.rows)
+        sent = np.full(program.sent.shape, -1, np.int32)
+        for row, mask in masks.items():
+            sent[self._device_row(launched, row)] = mask
+        launched.awaits_masks = False
+        self._dispatch(launched, lambda: self._start_draw(launched, program, sent))
+
+    def _dispatch(self, launched: Launched, start: Callable[[], None]) -> None:
+        """Has `start` done by the thread that talks to the device. Most of the time is spent in XLA, without the GIL:
+        meanwhile this thread takes in the step before. Errors come with collect().
+        """
+
+        def run() -> None:
+            try:
+                with self._compiles:
+                    start()
+            finally:
+                launched.begun.set()
+
+        launched.begun.clear()
+        launched.started = self._device.submit(run)
+        launched.begun.wait()
+
+    def _start_plain(self, launched: Launched, program: Program, packed: np.ndarray) -> None:
+        state = self._state
         updated = (self._kv, state.page_table, state.last_token)
-        (self._kv, *updated), (tokens,) = self._run(program, self._weights, updated, sent=packed)
+        (self._kv, *updated), (tokens,) = self._run(launched, program, self._weights, updated, sent=packed)
         self._state = state._replace(page_table=updated[0], last_token=updated[1])
         tokens.copy_to_host_async()
         launched.drawn = Drawn(tokens, None)
 
-    def draw(self, launched: Launched, masks: dict[int, np.ndarray] | None = None) -> None:
-        """Draws the tokens of a step that launch() has left at the forward pass.
+    def _start_forward(self, launched: Launched, program: Program, packed: np.ndarray) -> None:
+        state = self._state
+        updated, (forward,) = self._run(
+            launched, program, self._weights, (self._kv, state.page_table), state.last_token, sent=packed
+        )
+        self._kv, self._state = updated[0], state._replace(page_table=updated[1])
+        launched.forward = forward
+        if launched.asked & POOLED:
+            forward.pooled.copy_to_host_async()
+        if launched.scored:
+            forward.prompt_logprobs.copy_to_host_async()
 
-        masks: row of the plan -> i32[V/32], bit i % 32 of word i // 32: id i may follow. Other rows: any. None: no
-        row has a grammar.
-        """
-        forward, bucket = launched.forward, launched.bucket
-        assert forward is not None
-        with self._compiles:
-            program, state, sent = self._program(Kind.DRAW, bucket.rows), self._state, None
-            if masks is not None:
-                sent = np.full(program.sent.shape, -1, np.int32)
-                for row, mask in masks.items():
-                    sent[self._device_row(launched, row)] = mask
-            updated = (state.last_token, state.extras)
-            updated, (drawn,) = self._run(program, [], updated, forward.logits, forward.rows, sent=sent)
-            self._state = state._replace(last_token=updated[0], extras=updated[1])
+    def _start_draw(self, launched: Launched, program: Program, sent: np.ndarray | None) -> None:
+        """sent: the masks; None: no row has a grammar."""
+        forward, state = launched.forward, self._state
+        assert forward is not None, "the forward pass was started"
+        updated = (state.last_token, state.extras)
+        updated, (drawn,) = self._run(launched, program, [], updated, forward.logits, forward.rows, sent=sent)
+        self._state = state._replace(last_token=updated[0], extras=updated[1])
         launched.drawn = Drawn(drawn.tokens, drawn.logprobs if launched.asked & LOGPROBS else None)
         for array in launched.drawn:  # only what some row asked for
             if array is not None:
@@ -265,9 +301,11 @@ class Runner:
         return row if row < num_decode else launched.bucket.decode_rows + row - num_decode
 
     def collect(self, launched: Launched) -> Collected:
-        """Waits for a step's results."""
+        """Waits for a step's results. Raises what starting it raised."""
+        assert launched.started is not None and not launched.awaits_masks, "draw() was called"
+        launched.started.result()
         plan, bucket, drawn, forward = launched.plan, launched.bucket, launched.drawn, launched.forward
-        assert drawn is not None, "draw() was called"
+        assert drawn is not None
         at = np.r_[0 : len(plan.decode), bucket.decode_rows : bucket.decode_rows + len(plan.prefill)]
         return Collected(
             np.asarray(drawn.tokens)[at],
@@ -276,13 +314,20 @@ class Runner:
             np.asarray(forward.pooled)[at] if forward and launched.asked & POOLED else None,
         )
 
-    def _set_up_slots(self, plan: Plan) -> None:
+    def _admit(self, plan: Plan) -> list[tuple[int, Any]]:
+        """Notes what the packer has to know of new rows. Returns the slots whose state on the device must change."""
+        edits = []
         for seq in plan.admitted:
             flags = self._flags[seq.slot] = request_flags(seq.request)
             self._packer.admit(seq, flags)
             if flags & SLOT_EDITS:
                 row = pack_extras(seq.request, self._model.vocab_size, self.pool.max_model_len, seq.token_ids)
-                self._state = self._state._replace(extras=self._set_slot(self._state.extras, np.int32(seq.slot), row))
+                edits.append((seq.slot, row))
+        return edits
+
+    def _edit_slots(self, edits: list[tuple[int, Any]]) -> None:
+        for slot, row in edits:
+            self._state = self._state._replace(extras=self._set_slot(self._state.extras, np.int32(slot), row))
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         """Copies pages, source to destination, in all layers."""
@@ -299,22 +344,26 @@ class Runner:
 
 
 class _CompileCounter:
-    """Counts XLA compilations while a launch is under way, once `counting` is set. A context around launches."""
+    """Counts XLA compilations of threads that are launching, once `counting` is set. A context around launches."""
 
     def __init__(self) -> None:
         self.counting = False
         self.count = 0
-        self._launching = False
+        self._thread = threading.local()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def __enter__(self) -> None:
-        self._launching = True
+        self._thread.launching = True
 
     def __exit__(self, *_: object) -> None:
-        self._launching = False
+        self._thread.launching = False
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration" and self.counting and self._launching:
+        if (
+            event == "/jax/core/compile/backend_compile_duration"
+            and self.counting
+            and getattr(self._thread, "launching", False)
+        ):
             self.count += 1
             log.warning("a program was compiled after warm-up, in %.2f s", duration_secs)
 

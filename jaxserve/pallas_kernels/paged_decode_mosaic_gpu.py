@@ -182,7 +182,7 @@ def _body(
     p_smem,  # [Gp, KV_TILE]
     o_smem,  # f32[Gp, H]; None: no row is split
     lse_smem,  # f32[Gp]; None: no row is split
-    raw_smem,  # [Gp + 2, H] of the new token: q, k, v as the projection left them; None: q is given
+    raw_smem,  # [2, Gp + 2, H] of the new token: q, k, v as the projection left them, and their bias; None: q is given
     q_full,  # barrier
     k_full,  # barrier[stages]
     v_full,  # barrier[stages]
@@ -196,7 +196,8 @@ def _body(
 ):
     """`refs` are, by `names`:
 
-    q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe q_norm, k_norm [H];
+    q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe bias [N + 2K, H], q_norm,
+    k_norm [H];
     k, v [P, K, page, H], in place: with qkv the new token's are written there; items i32[n, 4]; lens i32[S];
     table i32[S, W]; out, as q: rows with one item; partial f32[slots, K, Gp, H] out: result of an item; lse
     f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
@@ -295,12 +296,16 @@ def _body(
         each query head, all equal.
         """
         dtype, heads_before = q_smem.dtype, kv_heads * halves * per_half
-        for half in range(halves):  # heads beyond this kv head's are someone else's: nobody looks at what they become
-            source = ref["qkv"].at[row, pl.ds((head * halves + half) * per_half, HEAD_ROWS)]
-            plgpu.copy_gmem_to_smem(source, raw_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)], q_full)
-        for i in range(2):
-            source = ref["qkv"].at[row, heads_before + i * kv_heads + head]
-            plgpu.copy_gmem_to_smem(source, raw_smem.at[group + i], q_full)
+        given = [ref["qkv"].at[row], ref["bias"]] if "bias" in ref else [ref["qkv"].at[row]]
+        for raw, source in enumerate(given):
+            for half in range(
+                halves
+            ):  # heads beyond this kv head's are someone else's: nobody looks at what they become
+                heads = pl.ds((head * halves + half) * per_half, HEAD_ROWS)
+                plgpu.copy_gmem_to_smem(source.at[heads], raw_smem.at[raw, pl.ds(half * HEAD_ROWS, HEAD_ROWS)], q_full)
+            for i in range(2):
+                place = heads_before + i * kv_heads + head
+                plgpu.copy_gmem_to_smem(source.at[place], raw_smem.at[raw, group + i], q_full)
         shape = (head_dim // 2, group)
 
         def along(x: Any) -> Array:
@@ -319,17 +324,22 @@ def _body(
                 lo, hi = (x * size * along(ref[norm].at[columns(i)]) for i, x in enumerate((lo, hi)))
             return [(lo * cos - hi * sin).astype(dtype), (hi * cos + lo * sin).astype(dtype)]
 
-        q = [
-            plgpu.load(raw_smem.at[pl.ds(0, group), columns(i)].T, layout=plgpu.Layout.WGMMA, optimized=False)
-            for i in range(2)
-        ]
-        q = turn(q[0].astype(jnp.float32), q[1].astype(jnp.float32), "q_norm")
-        k = turn(along(raw_smem.at[group, columns(0)]), along(raw_smem.at[group, columns(1)]), "k_norm")
-        v = plgpu.load(raw_smem.at[group + 1], layout=per_place, optimized=False).astype(jnp.float32)
+        def load(layout: Any, rows: Any, places: Any = slice(None)) -> Array:
+            """Of these rows, with their bias."""
+            parts = [raw_smem.at[raw, rows, places] for raw in range(len(given))]
+            parts = [part.T if len(part.shape) == 2 else part for part in parts]
+            parts = [plgpu.load(part, layout=layout, optimized=False).astype(jnp.float32) for part in parts]
+            return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+        q = turn(*(load(plgpu.Layout.WGMMA, pl.ds(0, group), columns(i)) for i in range(2)), "q_norm")
+        k = turn(*(lax.broadcast_in_dim(load(per_place, group, columns(i)), shape, [0]) for i in range(2)), "k_norm")
+        v = load(per_place, group + 1).astype(dtype)
         lo, hi = (x.astype(jnp.float32) * y.astype(jnp.float32) for x, y in zip(q, k, strict=True))
         for i in range(2):
             q_smem.at[:, columns(i)].T[...] = plgpu.layout_cast(q[i], plgpu.Layout.WGMMA_TRANSPOSED)
-            raw_smem.at[group, columns(i)][...] = k[i].astype(jnp.float32).max(axis=1).astype(dtype)
+            raw_smem.at[0, group, columns(i)][...] = k[i].astype(jnp.float32).max(axis=1).astype(dtype)
+        if "bias" in ref:
+            raw_smem.at[0, group + 1][...] = v
         plgpu.commit_smem()
 
         @pl.when(has_new)
@@ -337,9 +347,9 @@ def _body(
             page = table_ref[row, jnp.minimum(lax.div(stored, jnp.int32(page_size)), width - 1)]
             for i, pool in enumerate((k_ref, v_ref)):
                 place = pool.at[page, head, lax.rem(stored, jnp.int32(page_size))]
-                plgpu.copy_smem_to_gmem(raw_smem.at[group + i], place)
+                plgpu.copy_smem_to_gmem(raw_smem.at[0, group + i], place)
 
-        return v, scores((lo + hi).sum(axis=0))
+        return v.astype(jnp.float32), scores((lo + hi).sum(axis=0))
 
     @pl.when((lax.axis_index("warpgroup") == 0) & (slot != NOTHING))
     def _compute():
@@ -511,8 +521,8 @@ def _attend(
         "p_smem": _tiled(group, KV_TILE, dtype=dtype),
         "o_smem": _tiled(group, head_dim, dtype=jnp.float32) if cuts.max_splits > 1 else None,
         "lse_smem": plgpu.SMEM((group,), jnp.float32) if cuts.max_splits > 1 else None,
-        "raw_smem": plgpu.SMEM((group + 2, head_dim), dtype) if fused else None,
-        "q_full": plgpu.Barrier(num_arrivals=halves + 2 * fused),
+        "raw_smem": plgpu.SMEM((2, group + 2, head_dim), dtype) if fused else None,
+        "q_full": plgpu.Barrier(num_arrivals=(halves + 2) * (1 + ("bias" in given)) if fused else halves),
         "k_full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies_per_tile),
         "v_full": plgpu.Barrier(num_barriers=stages, num_arrivals=copies_per_tile),
         "k_free": plgpu.Barrier(num_barriers=stages),
@@ -650,9 +660,8 @@ def decode_qkv(
     """
     rows, (_, kv_heads, _, head_dim) = qkv.shape[0], kv.k.shape
     how = _how(kv, page_table, num_heads // kv_heads, tuning, sliding_window)
-    if bias is not None:
-        qkv = qkv + bias
-    given = {"qkv": qkv.reshape(rows, num_heads + 2 * kv_heads, head_dim), "cos": cos, "sin": sin}
+    given = {"qkv": qkv.reshape(rows, -1, head_dim), "cos": cos, "sin": sin}
+    given |= {"bias": bias.reshape(-1, head_dim)} if bias is not None else {}
     given |= {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
     out, kv = _attend(
         kv, make_work(kv_lens, sliding_window, how["cuts"]), kv_lens, page_table, given,

@@ -1,6 +1,6 @@
 """Steps whose merged projection is to be rotated and written, and what must come of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -115,11 +115,8 @@ def qkv_error(out: jnp.ndarray, kv: KVPages, step: RopeStep, case: Case) -> floa
     def f32(x: jnp.ndarray) -> jnp.ndarray:
         return x.astype(jnp.float32)
 
-    biased = {name: f32(x) for name, x in step.weights.items()}
-    if "bias" in biased:  # it is added, and rounded, before the kernel
-        step = replace(step, qkv=step.qkv + step.weights["bias"])
-        biased.pop("bias")
-    q, want = reference.rope_and_write(step.qkv, step.kv, step.meta, step.cos, step.sin, **biased, **step.options)
+    weights = {name: f32(x) for name, x in step.weights.items()}
+    q, want = reference.rope_and_write(step.qkv, step.kv, step.meta, step.cos, step.sin, **weights, **step.options)
     wide = KVPages(f32(want.k), f32(want.v))
     expected_out = reference.attention(f32(q), wide, step.meta, **case.options)
     real = np.asarray(step.meta.kv_lens) > 0
