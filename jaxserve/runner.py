@@ -295,6 +295,10 @@ class Runner:
             if array is not None:
                 array.copy_to_host_async()
 
+    def wait(self) -> None:
+        """Until the device has done all that was launched."""
+        self._device.submit(lambda: jax.block_until_ready(self._kv)).result()
+
     @staticmethod
     def _device_row(launched: Launched, row: int) -> int:
         num_decode = len(launched.plan.decode)

@@ -157,7 +157,7 @@ def traced(engine: Any, steps: int | None) -> Trace:
             else:
                 for _ in range(steps):
                     engine.step()
-                jax.block_until_ready(engine._runner._kv)
+                engine._runner.wait()
         return trace_of(Path(folder))
 
 

@@ -331,8 +331,10 @@ def _body(
             parts = [plgpu.load(part, layout=layout, optimized=False).astype(jnp.float32) for part in parts]
             return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
-        q = turn(*(load(plgpu.Layout.WGMMA, pl.ds(0, group), columns(i)) for i in range(2)), "q_norm")
-        k = turn(*(lax.broadcast_in_dim(load(per_place, group, columns(i)), shape, [0]) for i in range(2)), "k_norm")
+        lo, hi = (load(plgpu.Layout.WGMMA, pl.ds(0, group), columns(i)) for i in range(2))
+        q = turn(lo, hi, "q_norm")
+        lo, hi = (lax.broadcast_in_dim(load(per_place, group, columns(i)), shape, [0]) for i in range(2))
+        k = turn(lo, hi, "k_norm")
         v = load(per_place, group + 1).astype(dtype)
         lo, hi = (x.astype(jnp.float32) * y.astype(jnp.float32) for x, y in zip(q, k, strict=True))
         for i in range(2):
