@@ -4,7 +4,9 @@
 
 Parts; each takes minutes, and what an earlier call has left in DIR is printed along:
     server      `jaxserve serve` to the first 200 of /health, with an empty compile cache if it is the first part, and
-                again; streaming completions by `jaxserve bench serve` on the same machine, at concurrency 1, 64 and 256
+                again; streaming completions by `jaxserve bench serve` on the same machine, at concurrency 1, 64 and 256.
+                All with one seed, as vLLM's figures: a quarter of the prompts at 256 have been sent before. And once
+                more with prompts that are all new
     offline     `jaxserve bench throughput`, 256 and 1,024 requests
     structured  64 rows with a JSON schema beside rows without, by scripts/bench_structured.py
     decode      ms per decode step at batch 1, 8 and 64 by scripts/profile_step.py (from 192 tokens of context on)
@@ -26,7 +28,7 @@ from made_tokenizer import make_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ("llama-8b", "qwen-1.5b")
-REQUESTS = {1: 8, 64: 256, 256: 768}  # concurrency -> requests
+REQUESTS = {1: 8, 64: 256, 256: 1024}  # concurrency -> requests
 OFFLINE = (256, 1024)
 # vLLM 0.26.0 on the same kind of card with the same workloads; decode: 128 in, 256 out, the decode steps alone.
 VLLM = {
@@ -87,16 +89,17 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
             figures["start, cold s"] = seconds
         for concurrency in REQUESTS:
             figures |= load(args, url, concurrency)
+        figures |= load(args, url, 256, seed=1, what=", new prompts")
     with server(cache, args.engine) as (_, figures["start, warm s"]):
         pass
     return figures
 
 
-def load(args: argparse.Namespace, url: str, concurrency: int) -> dict[str, float]:
+def load(args: argparse.Namespace, url: str, concurrency: int, seed: int = 0, what: str = "") -> dict[str, float]:
     result = bench_serve(
         url,
-        args.out / f"serve-{args.shape}-{concurrency}.json",
-        seed=concurrency,
+        args.out / f"serve-{args.shape}-{concurrency}-{seed}.json",
+        seed=seed,
         vocab_size=100_000,
         random_input_len=512,
         random_output_len=256,
@@ -105,7 +108,7 @@ def load(args: argparse.Namespace, url: str, concurrency: int) -> dict[str, floa
     )
     names = {"tok/s": "output_throughput", "TTFT p50 ms": "p50_ttft_ms", "TTFT p99 ms": "p99_ttft_ms"}
     names |= {"TPOT p50 ms": "p50_tpot_ms", "ITL p99 ms": "p99_itl_ms"}
-    return {f"server {concurrency}, {name}": result[key] for name, key in names.items()}
+    return {f"server {concurrency}{what}, {name}": result[key] for name, key in names.items()}
 
 
 def offline(args: argparse.Namespace) -> dict[str, float]:
