@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxserve import chat, structured
 from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
-from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestAborted, RequestError
 from jaxserve.fill_in_middle import FillInMiddle
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
@@ -419,10 +419,10 @@ class RequestText:
     def embedding(self, dimensions: int | None = None) -> np.ndarray:
         """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None.
 
-        Raises EngineError if the request was aborted.
+        Raises RequestAborted if the request was.
         """
         if not self._embedding:
-            raise EngineError("the request was aborted before there was an embedding")
+            raise RequestAborted("the request was aborted before it had an embedding")
         vector = np.frombuffer(self._embedding, "<f4")[:dimensions]
         return vector / np.maximum(np.linalg.norm(vector), 1e-12)
 
