@@ -241,8 +241,8 @@ def render(
             param="chat_template",
         )
     compiled = tokenizer.template(template)
-    if tools and "tools" not in compiled.names:
-        raise RequestError("the model's chat template takes no tools", param="tools")
+    if tools:
+        check_takes_tools(compiled)
     if reasoning_effort is not None:
         kwargs = _effort(reasoning_effort, compiled.names) | kwargs
     return tokenizer.apply_chat_template(
@@ -253,6 +253,16 @@ def render(
         tools=list(tools) if tools else None,
         **kwargs,
     )
+
+
+def check_takes_tools(template: ChatTemplate) -> None:
+    """Raises RequestError if the template does not tell the model of tools."""
+    if "tools" not in template.names:
+        raise RequestError(
+            "the model's chat template takes no tools: use a model that was trained to call them, or start the server"
+            " with a template that does (--chat-template FILE)",
+            param="tools",
+        )
 
 
 def _effort(effort: str, names: frozenset[str]) -> dict[str, Any]:

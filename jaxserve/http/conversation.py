@@ -103,6 +103,9 @@ def _choice(server: Server, tools: Any, tool_choice: Any) -> ToolChoice:
     checked = [] if tools is None else check_tools(tools, ignore_unknown=server.config.ignore_unknown_fields)
     choice = check_tool_choice(tool_choice, checked)
     if choice.tools and server.formats.tools is None:
+        tokenizer = server.frontend.tokenizer
+        if (template := tokenizer.template_for(tools)) is not None:
+            chat.check_takes_tools(tokenizer.template(template))
         message = "it is not known how this model writes tool calls: start the server with --tool-call-parser NAME"
         raise RequestError(message, param="tools")
     return choice
