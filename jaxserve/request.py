@@ -210,6 +210,7 @@ KINDS = {
     float: "a number",
     list: "a list",
     dict: "an object",
+    type(None): "null",
 }
 """Types as error messages name them."""
 
@@ -289,9 +290,22 @@ def item_type(annotation: Any) -> type | None:
     return None
 
 
+class _JsonWords(reprlib.Repr):
+    """Python's way to show a value, cut short, but with the words of JSON, also inside lists and objects."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+
+_JSON_WORDS = _JsonWords()
+
+
 def short(value: Any, limit: int = 60) -> str:
-    """A value as an error message may show it: never the whole of a large body."""
-    text = repr(value[:limit]) if isinstance(value, str) else reprlib.repr(value)
+    """A value as an error message may show it: never the whole of a large body; None as null, as clients wrote it."""
+    text = repr(value[:limit]) if isinstance(value, str) else _JSON_WORDS.repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

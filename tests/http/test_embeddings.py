@@ -61,6 +61,8 @@ async def test_fewer_dimensions_of_a_model_that_was_trained_for_it(api):
         ({"input": ["a", ""]}, "input.1"),
         ({"input": ["a", [5]]}, "input"),
         ({"input": [[]]}, "input"),
+        ({"input": [None]}, "input"),
+        ({"input": [[5], [None]]}, "input.1"),
         ({"input": [[5], [-1]]}, "input.1"),
         ({"input": {"a": 1}}, "input"),
         ({"input": ["a"] * 2049}, "input"),
@@ -73,7 +75,8 @@ async def test_fewer_dimensions_of_a_model_that_was_trained_for_it(api):
     ],
 )
 async def test_bad_bodies(api, body, param):
-    assert (await api.error(PATH, body))["param"] == param
+    error = await api.error(PATH, body)
+    assert error["param"] == param and "None" not in error["message"]
 
 
 async def test_an_unknown_model(api):

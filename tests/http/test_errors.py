@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -43,6 +44,8 @@ BAD_FIELDS = [
     ({"stop": list("abcdefghijklmnopq")}, "stop"),
     ({"stop": ["x" * 5000]}, "stop"),
     ({"stop": [1]}, "stop"),
+    ({"stop": [None]}, "stop"),
+    ({"logit_bias": {"5": None}}, "logit_bias[5]"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids"),
@@ -110,6 +113,9 @@ BAD_COMPLETIONS = [
     ({"prompt": [10**40]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
+    ({"prompt": [None]}, "prompt"),
+    ({"prompt": ["a", None]}, "prompt"),
+    ({"prompt": [[1], [None]]}, "prompt.1"),
     ({"prompt": {"text": "a"}}, "prompt"),
     ({"prompt": ["a", [1]]}, "prompt"),
     ({"prompt": [[1], ["a"]]}, "prompt.1"),
@@ -136,6 +142,9 @@ BAD_CHATS = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": ["hi"]}, "messages.0"),
+    ({"messages": [None]}, "messages.0"),
+    ({"messages": [[None, True]]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [None]}]}, "messages.0.content.0"),
     ({"messages": [{"content": "hi"}]}, "messages.0.role"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
     ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages.0.role"),
@@ -170,6 +179,8 @@ BAD_CHATS = [
     ({"prompt": "hi"}, "prompt"),
 ]
 
+PYTHONS_WORDS = re.compile(r"\b(None|NoneType|True|False)\b")  # clients wrote JSON: null, true, false
+
 
 def _name(value: object) -> str:
     return json.dumps(value)[:50]
@@ -186,6 +197,7 @@ async def test_bad_completions(api, fields, param):
         error = await api.error(TEXT, {"model": "m", "prompt": "hi", **each})
         assert error["param"] == param and error["type"] == "BadRequestError"
         assert param.split(".")[0] in error["message"]
+        assert not PYTHONS_WORDS.search(error["message"]), error["message"]
     assert not api.engine.requests, "a bad call reached the engine"
 
 
@@ -194,6 +206,7 @@ async def test_bad_chats(api, fields, param):
     for each in modes(fields):
         error = await api.error(CHAT, {"model": "m", "messages": USER, **each})
         assert error["param"] == param and error["type"] == "BadRequestError"
+        assert not PYTHONS_WORDS.search(error["message"]), error["message"]
     assert not api.engine.requests, "a bad call reached the engine"
 
 
