@@ -201,6 +201,11 @@ async def test_bad_completions(api, fields, param):
     assert not api.engine.requests, "a bad call reached the engine"
 
 
+async def test_a_message_of_no_parts_is_told_that_it_is_empty(api):
+    error = await api.error(CHAT, {"messages": [{"role": "user", "content": []}]})
+    assert error["message"] == 'messages.0.content may not be an empty list; an empty text is ""'
+
+
 @pytest.mark.parametrize(("fields", "param"), BAD_FIELDS + BAD_CHATS, ids=_name)
 async def test_bad_chats(api, fields, param):
     for each in modes(fields):
