@@ -22,6 +22,7 @@ from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestA
 from jaxserve.fill_in_middle import FillInMiddle
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
+    MAX_EOS_IDS,
     MAX_STOP_IDS,
     CompletionOutput,
     EngineInfo,
@@ -104,8 +105,8 @@ class Frontend:
             raise ConfigError(
                 f"the model's generation_config.json is bad: {error.message}", param=error.param
             ) from None
-        if len(self.eos_ids) > 8:
-            raise ConfigError(f"the model has {len(self.eos_ids)} end-of-sequence tokens; at most 8 are supported")
+        if (count := len(self.eos_ids)) > MAX_EOS_IDS:
+            raise ConfigError(f"the model has {count} end-of-sequence tokens; at most {MAX_EOS_IDS} are supported")
 
     def vocabulary(self) -> Vocabulary:
         """What the engine compiles grammars for."""
@@ -331,7 +332,8 @@ class Frontend:
         if len(ids) > MAX_STOP_IDS:
             room = MAX_STOP_IDS - len(ids) + len(params.stop_token_ids or ())
             raise RequestError(
-                f"stop_token_ids takes at most {room} entries here, got {len(params.stop_token_ids or ())}",
+                f"stop_token_ids takes at most {room} entries with this model, which has {len(own)} ids of its own that"
+                f" end the output, got {len(params.stop_token_ids or ())}",
                 param="stop_token_ids",
             )
         return ids

@@ -201,6 +201,13 @@ async def test_bad_completions(api, fields, param):
     assert not api.engine.requests, "a bad call reached the engine"
 
 
+async def test_too_many_stop_ids_are_told_the_limit_why_and_what_to_do(api):
+    await api.ok(TEXT, {"prompt": "a", "stop_token_ids": list(range(5, 61))})
+    error = await api.error(TEXT, {"prompt": "a", "stop_token_ids": list(range(5, 62))})
+    assert error["param"] == "stop_token_ids" and "at most 56 entries, got 57: " in error["message"]
+    assert "keeps 64 ids" in error["message"] and "stop strings" in error["message"]
+
+
 async def test_a_message_of_no_parts_is_told_that_it_is_empty(api):
     error = await api.error(CHAT, {"messages": [{"role": "user", "content": []}]})
     assert error["message"] == 'messages.0.content may not be an empty list; an empty text is ""'
