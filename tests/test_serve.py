@@ -331,8 +331,8 @@ async def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.S
         await server.wait_until(lambda: bool(server.children()) and when in server.log())
         children = server.children()
         if when:
-            await server.wait_until(lambda: "compiling " in server.log())
-            assert re.search(r"compiling \d+ programs: about a minute the first time, then kept in /", server.log())
+            await server.wait_until(lambda: "making " in server.log())
+            assert re.search(r"making \d+ programs ready: compiled the first time .*, after that read from /", server.log())
         os.killpg(server.process.pid, number)
         await assert_quiet_end(server, -number, children)
         assert re.search(
