@@ -123,7 +123,7 @@ def _check_content(content: Any, place: str, ignore_unknown: bool) -> str | list
     if isinstance(content, str):
         return content
     if content == []:
-        raise RequestError(f"{place} may not be an empty list; an empty text is \"\"", param=place)
+        raise RequestError(f'{place} may not be an empty list; an empty text is ""', param=place)
     if not isinstance(content, list):
         raise RequestError(f"{place} must be a string or a list of text parts, got {short(content)}", param=place)
     return [_check_part(part, f"{place}.{i}", ignore_unknown) for i, part in enumerate(content)]

@@ -139,8 +139,8 @@ class SamplingParams:
         None,
         "token ids that end the generation",
         max_items=MAX_STOP_IDS - MAX_EOS_IDS,
-        instead=f"the device keeps {MAX_STOP_IDS} ids that end a sequence, {MAX_EOS_IDS} of them for the model's own; stop"
-        " strings (stop) end it at any token that has their text",
+        instead=f"the device keeps {MAX_STOP_IDS} ids that end a sequence, {MAX_EOS_IDS} of them for the model's own;"
+        " stop strings (stop) end it at any token that has their text",
         items={"ge": 0},
         token_ids=True,
     )

@@ -32,7 +32,9 @@ async def load(request: web.Request) -> web.Response:
 
 @operation(AbortBody, reply=Aborted, errors=OF_ENGINE)
 async def abort_requests(request: web.Request) -> web.Response:
-    """Ends calls by the ids that their clients know, or all: each answers with finish_reason "abort" (an embedding: 499)."""
+    """Ends calls by the ids that their clients know, or all: each answers with finish_reason "abort", or (embeddings)
+    with status 499.
+    """
     server = request.app[SERVER]
     body, _ = server.parse(AbortBody, await read_object(request) if request.body_exists else {})
     wanted = set(body.request_ids or ())
