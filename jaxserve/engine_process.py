@@ -17,11 +17,9 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator
 from dataclasses import fields
@@ -32,6 +30,7 @@ import zmq
 import zmq.asyncio
 
 from jaxserve.checkpoint import Checkpoint
+from jaxserve.child_process import ChildProcess, read_start
 from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.control import Command
 from jaxserve.errors import ConfigError, EngineDead, EngineError, ErrorInfo, JaxserveError
@@ -277,8 +276,8 @@ class _Stream(AsyncIterator[SequenceDelta]):
 class EngineProcess:
     """A running engine process: `client` speaks to it, `wait()` returns when it ends."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: SocketClient, directory: Path):
-        self.client = client
+    def __init__(self, process: ChildProcess, address: str, directory: Path):
+        self.client = SocketClient(address)
         self._process = process
         self._directory = directory
 
@@ -287,57 +286,35 @@ class EngineProcess:
         """Starts the engine; returns at once. `await ready()` then waits until it is warm."""
         directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))  # mode 0700: nobody else can connect
         address = f"ipc://{directory}/engine.sock"
-        starting = asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "jaxserve.engine_process",
-            stdin=asyncio.subprocess.PIPE,
-            # Ctrl-C in a terminal is for the parent, which ends this one gracefully. Not a session of its own: Linux
-            # shares the cores out between sessions first (autogroup), so that nice would mean nothing among the two.
-            preexec_fn=os.setpgrp,
-            env=engine_environment(),
-        )
+        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
+        start = {"address": address, "config": options}
         try:
-            process = await starting
-        except BaseException:  # if it was cancelled, asyncio has ended the process
+            return cls(ChildProcess("jaxserve.engine_process", start, engine_environment()), address, directory)
+        except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        assert process.stdin is not None
-        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
-        process.stdin.write(msgspec.json.encode({"address": address, "config": options}) + b"\n")
-        return cls(process, SocketClient(address), directory)
 
     async def ready(self) -> None:
         """Waits until the engine is warm. Raises ConfigError or EngineDead if it ends before that."""
-        connecting = asyncio.create_task(self.client.connect())
-        ending = asyncio.create_task(self._process.wait())
-        await asyncio.wait([connecting, ending], return_when=asyncio.FIRST_COMPLETED)
-        if connecting.done():
-            ending.cancel()
-            await connecting
-        else:
+        connecting, ended = asyncio.create_task(self.client.connect()), self._process.ended
+        await asyncio.wait([connecting, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
             await asyncio.wait([connecting], timeout=1)  # its last words may still be on the way
-            if connecting.done():
-                await connecting
-            connecting.cancel()
-            raise EngineDead(f"the engine process ended with code {self._process.returncode} before it was ready")
+        if connecting.done():
+            return await connecting
+        connecting.cancel()
+        raise EngineDead(f"the engine process ended with code {ended.result()} before it was ready")
 
     async def wait(self) -> int:
         """Returns the exit code once the process has ended; open streams then end with EngineDead."""
-        code = await self._process.wait()
+        code = await asyncio.shield(self._process.ended)
         self.client.die(EngineDead(f"the engine process ended with code {code}"))
         return code
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Closes the engine's stdin, which ends it; kills it if that takes longer than `grace_s` seconds."""
+        """Ends the engine; kills it if that takes longer than `grace_s` seconds."""
         await self.client.close()
-        if self._process.stdin:
-            self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), grace_s)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        await self._process.stop(grace_s)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -490,27 +467,11 @@ class EngineServer:
         zmq.Context.instance().term()
 
 
-def _end_with_parent(stdin: int) -> None:
-    """Ends this process when stdin closes: the parent is gone, or wants no more of us."""
-    while os.read(stdin, 4096):  # not sys.stdin: a thread inside its buffer would abort the interpreter's own exit
-        pass
-    os._exit(0)
-
-
-def _read_line(file: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(file, 1)):
-        line += byte
-    return line
-
-
 def main() -> None:
     from jaxserve.logs import setup_logging
 
     setup_logging()
-    stdin = sys.stdin.fileno()
-    start = msgspec.json.decode(_read_line(stdin))
-    threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
+    start = read_start()
     try:
         EngineServer(start["address"]).run(EngineConfig(**start["config"]))
     except ConfigError:

@@ -34,6 +34,18 @@ async def test_the_engine_gets_huge_pages_unless_the_user_set_glibc_up(monkeypat
     assert environment["PATH"] == os.environ["PATH"]
 
 
+async def test_it_is_started_without_a_fork_of_this_process_whose_threads_may_hold_locks(recwarn):
+    released = threading.Event()
+    threading.Thread(target=released.wait).start()
+    engine = await EngineProcess.start(EngineConfig(model="nowhere"))
+    try:
+        assert os.getpgid(engine._process.pid) == engine._process.pid, "Ctrl-C in a terminal is not for it"
+        assert not [str(w.message) for w in recwarn if "fork" in str(w.message)]
+    finally:
+        released.set()
+        await engine.stop(grace_s=0)
+
+
 class StandInEngine:
     """Gives each request one token. `hangs` while set: a step, or an idle round, then takes as long as that."""
 

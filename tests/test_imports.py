@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxserve"
 
 # A file imports from lower floors, or from its own floor inside its own folder. A folder stands for all its files.
 FLOORS: dict[str, int] = {
+    "child_process": 0,
     "config": 0,
     "errors": 0,
     "logs": 0,
@@ -76,6 +77,7 @@ WITHOUT_JAX = (
     "beam_search",
     "chat",
     "checkpoint",
+    "child_process",
     "cli",
     "config",
     "control",
