@@ -44,10 +44,12 @@ class ChildProcess:
 
     def tell(self, message: Any) -> None:
         """Sends one line of JSON; nothing, if the child has ended."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._process.stdin.flush()
+        stdin = self._process.stdin
+        assert stdin is not None
+        if not stdin.closed:
+            with contextlib.suppress(OSError):
+                stdin.write(msgspec.json.encode(message) + b"\n")
+                stdin.flush()
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)  # none, if it has ended
@@ -63,8 +65,8 @@ class ChildProcess:
             await asyncio.wait([self.ended])
 
 
-def read_start(on_message: Callable[[bytes], object] = lambda line: None) -> Any:
-    """What the parent sent first. From now on the end of stdin ends this process, and `on_message` gets further lines.
+def read_start(on_message: Callable[[Any], object] = lambda message: None) -> Any:
+    """What the parent sent first. From now on the end of stdin ends this process; `on_message` gets what else it tells.
 
     In a thread; and by os._exit, since the main one may be anywhere.
     """
@@ -73,7 +75,7 @@ def read_start(on_message: Callable[[bytes], object] = lambda line: None) -> Any
 
     def listen() -> None:
         while line := _read_line(stdin):
-            on_message(line)
+            on_message(msgspec.json.decode(line))
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()

@@ -207,6 +207,13 @@ class ServeConfig(EngineConfig):
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all", group="HTTP server")
     port: int = option(8000, "port to listen on; 0: any free one", group="HTTP server", ge=0, le=65535)
+    api_server_count: int = option(
+        1,
+        "processes that speak HTTP and turn text to tokens and back: more, if one core is not enough for that",
+        group="HTTP server",
+        ge=1,
+        le=64,
+    )
     api_key: list[str] = option(
         [],
         "key that clients must send; repeatable; also JAXSERVE_API_KEY, comma-separated",

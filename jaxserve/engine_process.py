@@ -1,4 +1,4 @@
-"""The engine in a process of its own, and the client that front ends hold of it.
+"""The engine in a process of its own, and the client that front ends hold of it: one, or several (http_process.py).
 
     front end                                    engine process
     EngineProcess.start() ── config on stdin ──► main(): Engine(config), warm up
@@ -21,9 +21,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -277,9 +278,10 @@ class EngineProcess:
     """A running engine process: `client` speaks to it, `wait()` returns when it ends."""
 
     def __init__(self, process: ChildProcess, address: str, directory: Path):
+        self.address = address
+        self.directory = directory  # private, until stop()
         self.client = SocketClient(address)
         self._process = process
-        self._directory = directory
 
     @classmethod
     async def start(cls, config: EngineConfig) -> "EngineProcess":
@@ -315,24 +317,42 @@ class EngineProcess:
         """Ends the engine; kills it if that takes longer than `grace_s` seconds."""
         await self.client.close()
         await self._process.stop(grace_s)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
-async def start_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineProcess, Frontend]:
-    """A warm engine and its front end; none is left if this fails or is cancelled. Raises ConfigError, EngineDead."""
+async def start_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    meanwhile: Callable[["EngineProcess"], object] = lambda engine: None,
+) -> tuple[EngineProcess, Frontend]:
+    """A warm engine and its front end; none is left if this fails or is cancelled. Raises ConfigError, EngineDead.
+
+    meanwhile: called as soon as the engine begins to start.
+    """
     defaults = checkpoint.sampling_defaults(config)
     engine = await EngineProcess.start(config)
     try:
-        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
-        await engine.ready()
-        frontend = Frontend(
-            tokenizer, engine.client.info, defaults, thinking_limiter(tokenizer, config.reasoning_parser)
-        )
+        meanwhile(engine)
+        frontend = await make_frontend(config, checkpoint, defaults, engine.client, engine.ready)
         await engine.client.use_vocabulary(frontend.vocabulary())
         return engine, frontend
     except BaseException:
         await engine.stop()
         raise
+
+
+async def make_frontend(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    defaults: dict[str, Any],
+    client: SocketClient,
+    ready: Callable[[], Awaitable[None]],
+) -> Frontend:
+    """The front end of an engine, once `ready()` returns; until then it loads the tokenizer."""
+    tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
+    await ready()
+    return Frontend(tokenizer, client.info, defaults, thinking_limiter(tokenizer, config.reasoning_parser))
 
 
 # ------------------------------------------------------------------------------------------------- engine side
@@ -350,7 +370,7 @@ class EngineServer:
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
         self._owners: dict[str, bytes] = {}  # request id -> front end
         self._front_ends: list[bytes] = []
-        self._answers: list[SequenceDelta] = []
+        self._answers: dict[bytes, list[SequenceDelta]] = {}  # to requests, for the front end that sent them
         self._controls: list[tuple[bytes, int]] = []  # begun and not done: front end, number
         self._stats_due_s = 0.0
 
@@ -369,10 +389,10 @@ class EngineServer:
         self._engine = engine
         while True:
             self._drain(wait=not engine.has_work())
-            self._send(self._answers)  # accepted or refused: the front end waits for it before any header
-            self._answers = []
+            answers, self._answers = self._answers, {}
+            self._send(answers)  # accepted or refused: the front end waits for it before any header
             if engine.has_work():
-                self._send(engine.step())
+                self._send(self._by_owner(engine.step()))
             if not engine.busy:
                 self._answer_controls()
 
@@ -395,10 +415,10 @@ class EngineServer:
                     self._engine.use_vocabulary(lambda: vocabulary)
                     self._engine.prepare_grammars()  # now, and not when others wait for their next token
                 case Submit(request):
-                    self._owners[request.request_id] = front_end
-                    self._answers += self._submit(request)
+                    self._submit(front_end, request)
                 case Cancel(request_id, index):
-                    self._engine.cancel(request_id, index)
+                    if self._owners.get(request_id) == front_end:  # nobody else's
+                        self._engine.cancel(request_id, index)
                 case Control(number, command):
                     self._control(front_end, number, command)
 
@@ -412,6 +432,11 @@ class EngineServer:
             self._controls.append((front_end, number))
 
     def _answer_controls(self) -> None:
+        """Tells who asked for them that commands are done, and before that all others how the engine is now."""
+        if not self._controls:
+            return
+        self._stats_due_s = 0.0
+        self._send({})
         for front_end, number in self._controls:
             self._socket.send_multipart([front_end, self._encode(Controlled(number, self._engine.stats()))])
         self._controls = []
@@ -421,33 +446,43 @@ class EngineServer:
         log.error("a message from a front end cannot be read: %s", error)
         with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError):
             request_id = str(msgspec.msgpack.decode(payload)["request"]["request_id"])
-            if not self._engine.knows(request_id):
-                self._owners[request_id] = front_end
-                info = EngineError(f"the engine cannot read this request: {error}").info()
-                self._answers.append(SequenceDelta(request_id, -1, finish_reason="error", error=info))
+            if self._owners.get(request_id) != front_end:
+                self._answer(front_end, request_id, EngineError(f"the engine cannot read this request: {error}"))
 
-    def _submit(self, request: Request) -> list[SequenceDelta]:
-        """The engine's answer, if it has one already."""
+    def _answer(self, front_end: bytes, request_id: str, refusal: JaxserveError | None = None) -> None:
+        """Accepts a request, or refuses it: to the one that has sent it, whoever else has one of this name."""
+        answer = SequenceDelta(request_id, -1)
+        if refusal:
+            answer.finish_reason, answer.error = "error", refusal.info()
+        self._answers.setdefault(front_end, []).append(answer)
+
+    def _submit(self, front_end: bytes, request: Request) -> None:
         try:
             accepted = self._engine.submit(request)
         except JaxserveError as error:
-            return [SequenceDelta(request.request_id, -1, finish_reason="error", error=error.info())]
-        return [SequenceDelta(request.request_id, -1)] if accepted else []
+            return self._answer(front_end, request.request_id, error)
+        self._owners[request.request_id] = front_end
+        if accepted:  # if not, a later step will say whether it is
+            self._answer(front_end, request.request_id)
 
-    def _send(self, deltas: list[SequenceDelta]) -> None:
+    def _by_owner(self, deltas: list[SequenceDelta]) -> dict[bytes, list[SequenceDelta]]:
         by_owner: dict[bytes, list[SequenceDelta]] = {}
         for delta in deltas:
             by_owner.setdefault(self._owners[delta.request_id], []).append(delta)
         for delta in deltas:
             if delta.finish_reason and not self._engine.knows(delta.request_id):
                 self._owners.pop(delta.request_id, None)
+        return by_owner
+
+    def _send(self, by_owner: dict[bytes, list[SequenceDelta]]) -> None:
+        """One message to each front end that has deltas; at times one to all, for the stats."""
         if (now := time.monotonic()) >= self._stats_due_s:
             self._stats_due_s = now + STATS_PERIOD_S
-            for front_end in self._front_ends:
-                by_owner.setdefault(front_end, [])
-        for front_end, its_deltas in by_owner.items():
-            message = self._encode(StepDone(its_deltas, self._engine.stats()))
-            self._socket.send_multipart([front_end, message])
+            by_owner = {**dict.fromkeys(self._front_ends, []), **by_owner}
+        if by_owner:
+            stats = self._engine.stats()
+            for front_end, deltas in by_owner.items():
+                self._socket.send_multipart([front_end, self._encode(StepDone(deltas, stats))])
 
     def _fail(self, error: Exception) -> None:
         """Tells every front end, also one whose Hello still waits in the queue, why the engine ends."""

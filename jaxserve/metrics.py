@@ -6,12 +6,14 @@ from EngineStats when they are asked for; what only the front end can see (laten
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from jaxserve.request import EngineStats
 
@@ -107,13 +109,41 @@ class EngineCollector(Collector):
                 yield family
 
 
+class Sum(Collector):
+    """What a collector counts in this process, and what others of the same server say of it in Prometheus' format."""
+
+    def __init__(self, own: Collector, others: Sequence[str]):
+        self._own = own
+        self._texts = others
+
+    def collect(self) -> Iterator[Metric]:
+        theirs: dict[tuple[str, frozenset], list[float]] = {}
+        for text in self._texts:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    theirs.setdefault(_key(sample), []).append(sample.value)
+        for family in self._own.collect():
+            family.samples = [_added(sample, theirs.get(_key(sample), [])) for sample in family.samples]
+            yield family
+
+
+def _key(sample: Sample) -> tuple[str, frozenset]:
+    return sample.name, frozenset(sample.labels.items())
+
+
+def _added(sample: Sample, others: Sequence[float]) -> Sample:
+    """The sum; of times at which something began, the earliest."""
+    combine = min if sample.name.endswith(("_created", "_start_time_seconds")) else sum
+    return sample._replace(value=combine([sample.value, *others]))
+
+
 class Metrics:
-    """All metrics of one server, in a registry of their own."""
+    """All metrics of one server."""
 
     def __init__(self, stats: Callable[[], EngineStats], model_name: str):
         self.stats = stats
-        self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, model_name))
+        self._engine = EngineCollector(stats, model_name)
+        self.registry = CollectorRegistry()  # of what is counted in this process
         ProcessCollector(registry=self.registry)
 
         def histogram(name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
@@ -145,9 +175,12 @@ class Metrics:
     def count_finished(self, reason: str, count: int = 1) -> None:
         self._finished.labels(self._model_name, reason).inc(count)
 
-    def text(self) -> bytes:
-        """The body of GET /metrics."""
-        return generate_latest(self.registry)
+    def text(self, others: Sequence[str] = ()) -> bytes:
+        """The body of GET /metrics. others: that of the server's other HTTP processes."""
+        whole = CollectorRegistry()
+        whole.register(self._engine)
+        whole.register(Sum(self.registry, others))
+        return generate_latest(whole)
 
 
 class TrafficLog:

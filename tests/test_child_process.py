@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 CHILD = """
 import json, signal, sys, time
 from jaxserve.child_process import read_start
-start = read_start(lambda line: print(line.decode(), end="", file=open(start["log"], "a")))
+start = read_start(lambda message: print(json.dumps(message), file=open(start["log"], "a")))
 print(json.dumps(start["say"]), file=open(start["log"], "a"))
 time.sleep(60)
 """
@@ -47,7 +47,7 @@ async def test_it_is_told_what_to_do_and_ends_when_its_stdin_does(tmp_path: Path
     child = ChildProcess("child_of_a_test", {"log": str(tmp_path / "log"), "say": ["ä", 1]}, environment)
     await logged(tmp_path / "log", ['["\\u00e4", 1]'])
     child.tell({"more": 2})
-    await logged(tmp_path / "log", ['["\\u00e4", 1]', '{"more":2}'])
+    await logged(tmp_path / "log", ['["\\u00e4", 1]', '{"more": 2}'])
     await child.stop(grace_s=20)
     assert child.ended.result() == 0
     child.tell("nobody listens")

@@ -14,8 +14,9 @@ import pytest
 
 from jaxserve import engine_process
 from jaxserve.config import EngineConfig
+from jaxserve.control import Command, Pause, Resume
 from jaxserve.engine_process import EngineProcess, EngineServer, SocketClient, Submit
-from jaxserve.errors import EngineError
+from jaxserve.errors import EngineError, RequestError
 from jaxserve.request import EngineInfo, EngineStats, Request, SamplingParams, SequenceDelta
 
 
@@ -47,33 +48,43 @@ async def test_it_is_started_without_a_fork_of_this_process_whose_threads_may_ho
 
 
 class StandInEngine:
-    """Gives each request one token. `hangs` while set: a step, or an idle round, then takes as long as that."""
+    """Gives each request one token. `hangs` while set: a step, or an idle round, then takes as long as that; `holds`
+    while set: requests wait.
+    """
 
     busy = False
 
     def __init__(self, compiles_later: bool = False):
         self.info = EngineInfo("m", 100, 64, 4, 16, 8, "cpu", "float32", compiles_later=compiles_later)
         self.waiting: list[Request] = []
-        self.hangs, self.ended = threading.Event(), threading.Event()
+        self.hangs, self.holds, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.cancelled: list[str] = []
+        self.paused = False
 
     def has_work(self) -> bool:
         if self.ended.is_set():
             raise SystemExit
         while self.hangs.is_set():
             time.sleep(0.01)
-        return bool(self.waiting)
+        return bool(self.waiting) and not self.holds.is_set()
 
     def knows(self, request_id: str) -> bool:
         return any(request.request_id == request_id for request in self.waiting)
 
     def submit(self, request: Request) -> bool:
+        if self.knows(request.request_id):
+            raise RequestError("in use")
         self.waiting.append(request)
         return True
 
-    def cancel(self, request_id: str, index: int | None) -> None: ...
+    def cancel(self, request_id: str, index: int | None) -> None:
+        self.cancelled.append(request_id)
+
+    def control(self, command: Command) -> None:
+        self.paused = isinstance(command, Pause)
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(paused=self.paused)
 
     def step(self) -> list[SequenceDelta]:
         done, self.waiting = self.waiting, []
@@ -103,6 +114,15 @@ async def connected(folder: Path, engine: StandInEngine) -> AsyncIterator[Socket
         engine.ended.set()
         await client.close()
         thread.join()
+
+
+@asynccontextmanager
+async def another(folder: Path) -> AsyncIterator[SocketClient]:
+    """One more client of a stand-in engine."""
+    client = SocketClient(f"ipc://{folder}/engine.sock")
+    await client.connect()
+    yield client
+    await client.close()
 
 
 def request(name: str) -> Request:
@@ -167,3 +187,32 @@ async def test_a_reader_that_has_fallen_behind_gets_what_waits_at_once():
         (1, [], "abort", None),
     ]  # fmt: skip
     assert got[0].queue_s == 0.5
+
+
+async def test_front_ends_do_not_touch_each_others_requests(tmp_path):
+    engine = StandInEngine()
+    engine.holds.set()
+    async with connected(tmp_path, engine) as first, another(tmp_path) as second:
+        async with asyncio.timeout(10):
+            mine = await first.submit(request("same"))
+            with pytest.raises(RequestError, match="in use"):
+                await second.submit(request("same"))
+            theirs = await second.submit(request("theirs"))
+            await second.cancel("same")
+            await second.control(Pause())  # by when the engine has seen what came before
+            assert not engine.cancelled
+            await first.cancel("same")
+            await first.control(Resume())
+            assert engine.cancelled == ["same"]
+            engine.holds.clear()
+            assert [delta.token_ids async for delta in mine] == [[5]] == [delta.token_ids async for delta in theirs]
+
+
+async def test_all_front_ends_know_at_once_what_one_has_commanded(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_process, "STATS_PERIOD_S", 60)
+    async with connected(tmp_path, StandInEngine()) as first, another(tmp_path) as second:
+        for command, paused in ((Pause(), True), (Resume(), False)):
+            assert (await first.control(command)).paused == paused
+            async with asyncio.timeout(0.5):
+                while second.stats.paused != paused:
+                    await asyncio.sleep(0.001)

@@ -27,7 +27,9 @@ def _choices(command: type[msgspec.Struct], name: str) -> dict[str, Any]:
 @operation(reply=Load)
 async def load(request: web.Request) -> web.Response:
     """How many calls are being answered that generate text."""
-    return _json(Load(len(request.app[SERVER].calls)))
+    server = request.app[SERVER]
+    others = [msgspec.json.decode(each, type=Load).server_load for each in await server.peers.ask(request)]
+    return _json(Load(len(server.calls) + sum(others)))
 
 
 @operation(AbortBody, reply=Aborted, errors=OF_ENGINE)
@@ -40,7 +42,8 @@ async def abort_requests(request: web.Request) -> web.Response:
     wanted = set(body.request_ids or ())
     calls = [call for call in server.calls if not wanted or wanted & call.names]
     await asyncio.gather(*(server.client.cancel(each) for call in calls for each in call.request_ids))
-    return _json(Aborted(aborted=len(calls)))
+    others = [msgspec.json.decode(each, type=Aborted).aborted for each in await server.peers.ask(request)]
+    return _json(Aborted(aborted=len(calls) + sum(others)))
 
 
 @operation(reply=Success, errors=OF_ENGINE)
