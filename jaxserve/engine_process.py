@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
 from pathlib import Path
@@ -116,7 +117,7 @@ class SocketClient:
         self._socket.connect(address)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
-        self._streams: dict[str, asyncio.Queue[SequenceDelta | JaxserveError]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._controls: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task] = []
@@ -145,20 +146,17 @@ class SocketClient:
         """See EngineClient.submit."""
         if self._dead:
             raise EngineDead(self._dead.message)
-        queue: asyncio.Queue[SequenceDelta | JaxserveError] = asyncio.Queue()
-        self._streams[request.request_id] = queue
+        stream = self._streams[request.request_id] = _Stream(self, request)
         try:
             await self._socket.send(self._encode(Submit(request)))
-            first = await queue.get()
-            if isinstance(first, JaxserveError):
-                raise first
+            first = await stream.get()
             if first.error:
                 raise first.error.exception()
         except BaseException:
             self._streams.pop(request.request_id, None)
             await asyncio.shield(self.cancel(request.request_id))
             raise
-        return _Stream(self, request, queue)
+        return stream
 
     def forget(self, request_id: str, *, cancel: bool) -> None:
         """Ends a stream's life here, and if it is not over, at the engine too. Does not wait: it may be closing."""
@@ -190,8 +188,8 @@ class SocketClient:
         """Ends every open stream with the error, and refuses new requests."""
         if self._dead is None:
             self._dead = error
-            for queue in self._streams.values():
-                queue.put_nowait(error)
+            for stream in self._streams.values():
+                stream.put(error)
             for answer in self._controls.values():
                 if not answer.done():
                     answer.set_exception(error)
@@ -226,8 +224,8 @@ class SocketClient:
             case StepDone(deltas, stats):
                 self.stats = stats
                 for delta in deltas:
-                    if queue := self._streams.get(delta.request_id):
-                        queue.put_nowait(delta)
+                    if stream := self._streams.get(delta.request_id):
+                        stream.put(delta)
             case Controlled(number, stats, error):
                 self.stats = stats
                 if (answer := self._controls.get(number)) and not answer.done():
@@ -249,23 +247,41 @@ class _Stream(AsyncIterator[SequenceDelta]):
     Of a sequence whose reader has fallen behind, what waits comes as one delta: so it catches up.
     """
 
-    def __init__(self, client: SocketClient, request: Request, queue: asyncio.Queue):
-        self._client, self._request_id, self._queue = client, request.request_id, queue
-        self._next: SequenceDelta | JaxserveError | None = None  # taken out of the queue and not joined
+    def __init__(self, client: SocketClient, request: Request):
+        self._client, self._request_id = client, request.request_id
+        self._waiting: deque[SequenceDelta | JaxserveError] = deque()
+        self._reader: asyncio.Future[None] | None = None  # done as soon as something waits
         self._unfinished = request.params.n
+
+    def put(self, item: SequenceDelta | JaxserveError) -> None:
+        self._waiting.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> SequenceDelta:
+        """What has come next. Raises the error that has ended the stream. One reader at a time: half of asyncio.Queue's
+        cost, which for each token of each stream counts.
+        """
+        if not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        item = self._waiting.popleft()
+        if isinstance(item, JaxserveError):
+            raise item
+        return item
 
     async def __anext__(self) -> SequenceDelta:
         if not self._unfinished:
             self._client.forget(self._request_id, cancel=False)
             raise StopAsyncIteration
-        delta, self._next = self._next or await self._queue.get(), None
-        if isinstance(delta, JaxserveError):
+        try:
+            delta = await self.get()
+        except JaxserveError:
             await self.aclose()
-            raise delta
-        while self._next is None and not self._queue.empty():
-            following = self._queue.get_nowait()
-            if isinstance(following, JaxserveError) or not join(delta, following):
-                self._next = following
+            raise
+        waiting = self._waiting
+        while waiting and not isinstance(waiting[0], JaxserveError) and join(delta, waiting[0]):
+            waiting.popleft()
         self._unfinished -= delta.finish_reason is not None
         return delta
 

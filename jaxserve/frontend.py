@@ -383,6 +383,7 @@ class RequestText:
             SequenceText(i, tokenizer, params, stops, request.prompt_token_ids, request.stop_ids, shown_ids)
             for i in range(params.n)
         ]
+        self._unfinished = params.n
         self.cached_tokens = 0
         self.queue_s = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -390,7 +391,7 @@ class RequestText:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
+        return not self._unfinished
 
     @property
     def num_tokens(self) -> int:
@@ -408,15 +409,18 @@ class RequestText:
             raise DeadlineExceeded("the request did not finish within the server's time limit (--request-timeout)")
         if delta.finish_reason == "error":
             raise EngineError("the engine could not finish this request")
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        self.queue_s = max(self.queue_s, delta.queue_s)
+        if delta.cached_tokens or delta.queue_s:  # which come with the first token
+            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+            self.queue_s = max(self.queue_s, delta.queue_s)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.embedding is not None:
             self._embedding = delta.embedding
         if delta.index < 0:
             return TextDelta(delta.index)
-        return self.sequences[delta.index].push(delta)
+        shown = self.sequences[delta.index].push(delta)
+        self._unfinished -= shown.finish_reason is not None
+        return shown
 
     def embedding(self, dimensions: int | None = None) -> np.ndarray:
         """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None.

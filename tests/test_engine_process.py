@@ -169,7 +169,7 @@ async def test_an_engine_that_hangs_is_not_healthy_until_it_speaks_again(tmp_pat
 
 async def test_a_reader_that_has_fallen_behind_gets_what_waits_at_once():
     request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(n=2), max_tokens=9)
-    queue: asyncio.Queue = asyncio.Queue()
+    stream = engine_process._Stream(SocketClient.__new__(SocketClient), request)
     for delta in (
         SequenceDelta("r", 0, [1], queue_s=0.5),
         SequenceDelta("r", 0, [2]),
@@ -179,8 +179,7 @@ async def test_a_reader_that_has_fallen_behind_gets_what_waits_at_once():
         SequenceDelta("r", 1, [6]),
         SequenceDelta("r", 1, finish_reason="abort"),  # no token
     ):
-        queue.put_nowait(delta)
-    stream = engine_process._Stream(SocketClient.__new__(SocketClient), request, queue)
+        stream.put(delta)
     got = [await anext(stream) for _ in range(5)]
     assert [(d.index, d.token_ids, d.finish_reason, d.stop_reason) for d in got] == [
         (0, [1, 2], None, None), (1, [3], None, None), (0, [4, 5], "stop", 5), (1, [6], None, None),
