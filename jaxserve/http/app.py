@@ -119,9 +119,9 @@ async def _listen(runner: web.AppRunner, config: ServeConfig, peers: Peers) -> l
     def connection() -> Connection:
         return Connection(manager, loop=loop, **options)
 
-    shared = {"reuse_port": True} if peers.count > 1 else {}
+    shared = True if peers.count > 1 else None
     try:
-        listeners = [await loop.create_server(connection, config.host, config.port, backlog=BACKLOG, **shared)]
+        listeners = [await loop.create_server(connection, config.host, config.port, backlog=BACKLOG, reuse_port=shared)]
     except OSError as error:
         raise cannot_listen(config, error) from None
     if peers.socket_path:
