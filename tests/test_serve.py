@@ -350,6 +350,20 @@ async def test_an_http_process_that_ends_ends_the_server(tmp_path: Path):
         assert "Traceback" not in server.log() and not any(map(is_running, children))
 
 
+async def test_an_http_process_that_ends_before_it_is_ready_ends_the_start(tmp_path: Path):
+    async with starting(tmp_path, "--enforce-eager", *SEVERAL) as server:
+        await server.wait_until(lambda: len(server.children()) == 3)
+        children = server.children()
+        os.kill(children[-1], signal.SIGKILL)
+        async with asyncio.timeout(START_S):
+            while server.process.poll() is None:
+                await asyncio.sleep(0.05)
+        assert server.process.returncode == 1
+        last = server.log().splitlines()[-1]
+        assert last == "jaxserve: error: HTTP process 3 of 3 ended with code -9 before it was ready"
+        assert "Traceback" not in server.log() and not any(map(is_running, children))
+
+
 async def test_a_killed_server_leaves_no_process(tmp_path: Path):
     async with serving(tmp_path, "--enforce-eager", *SEVERAL) as server:
         children = server.children()
