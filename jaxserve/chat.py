@@ -122,7 +122,9 @@ def _check_arguments(given: Any, place: str) -> Arguments:
 def _check_content(content: Any, place: str, ignore_unknown: bool) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    if not isinstance(content, list) or not content:
+    if content == []:
+        raise RequestError(f'{place} may not be an empty list; an empty text is ""', param=place)
+    if not isinstance(content, list):
         raise RequestError(f"{place} must be a string or a list of text parts, got {short(content)}", param=place)
     return [_check_part(part, f"{place}.{i}", ignore_unknown) for i, part in enumerate(content)]
 
@@ -241,8 +243,8 @@ def render(
             param="chat_template",
         )
     compiled = tokenizer.template(template)
-    if tools and "tools" not in compiled.names:
-        raise RequestError("the model's chat template takes no tools", param="tools")
+    if tools:
+        check_takes_tools(compiled)
     if reasoning_effort is not None:
         kwargs = _effort(reasoning_effort, compiled.names) | kwargs
     return tokenizer.apply_chat_template(
@@ -253,6 +255,16 @@ def render(
         tools=list(tools) if tools else None,
         **kwargs,
     )
+
+
+def check_takes_tools(template: ChatTemplate) -> None:
+    """Raises RequestError if the template does not tell the model of tools."""
+    if "tools" not in template.names:
+        raise RequestError(
+            "the model's chat template takes no tools: use a model that was trained to call them, or start the server"
+            " with a template that does (--chat-template FILE)",
+            param="tools",
+        )
 
 
 def _effort(effort: str, names: frozenset[str]) -> dict[str, Any]:

@@ -73,6 +73,14 @@ def parse_size(text: str | int) -> int:
     return int(float(number) * scale)
 
 
+def size_text(size_bytes: int) -> str:
+    """A size as logs and errors show it, in the largest unit of which there is one: 1.50 GiB, 20.25 MiB, 512 bytes."""
+    for exponent, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if abs(size_bytes) >= 1024**exponent:
+            return f"{size_bytes / 1024**exponent:.2f} {unit}"
+    return f"{size_bytes} bytes"
+
+
 def parse_max_model_len(text: str | int) -> int | str:
     """A length in tokens, or 'auto' (also -1): the longest that fits the KV cache."""
     if str(text) in ("auto", "-1"):
@@ -199,6 +207,13 @@ class ServeConfig(EngineConfig):
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all", group="HTTP server")
     port: int = option(8000, "port to listen on; 0: any free one", group="HTTP server", ge=0, le=65535)
+    api_server_count: int = option(
+        1,
+        "processes that speak HTTP and turn text to tokens and back: more, if one core is not enough for that",
+        group="HTTP server",
+        ge=1,
+        le=64,
+    )
     api_key: list[str] = option(
         [],
         "key that clients must send; repeatable; also JAXSERVE_API_KEY, comma-separated",

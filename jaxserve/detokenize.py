@@ -110,7 +110,8 @@ class Detokenizer:
         self._hidden = tokenizer.special_ids - shown_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         tail = [i for i in prompt_token_ids[-2 * MAX_CHAR_BYTES :] if i not in self._hidden]
-        self._decoder.decode(b"".join(map(tokenizer.token_bytes, tail)))
+        self.in_character = False  # whether the last token left a character unfinished
+        self._decode(b"".join(map(tokenizer.token_bytes, tail)))
         self._in_prompts_character = self.in_character
         self._pending = ""  # decoded, not taken yet
         self._num_tokens = 0
@@ -122,21 +123,38 @@ class Detokenizer:
         """Characters so far: those taken and those still held back."""
         return self.num_taken + len(self._pending)
 
-    @property
-    def in_character(self) -> bool:
-        """Whether the last token left a character unfinished."""
-        return bool(self._decoder.getstate()[0])
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        if not self.in_character and data.isascii():  # most tokens are
+            return data.decode("ascii")
+        text = self._decoder.decode(data, final)
+        self.in_character = bool(self._decoder.getstate()[0])
+        return text
 
     def push(self, token_id: int, *, silent: bool = False) -> bool:
         """Adds a token (a `silent` one has no text). True if it completed a stop string; push no more then."""
         self._num_tokens += 1
         if silent or token_id in self._hidden:
             return False
-        return self._add(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        return self._add(self._decode(self._tokenizer.token_bytes(token_id)))
+
+    def take_plain(self, token_id: int) -> str | None:
+        """push() and take() at once, of a token for which nothing is held back: ASCII, and no stop strings. None: of
+        another one, and nothing has happened.
+
+        Most tokens are plain ones, and each is an event of a stream: this is a third of what all the steps cost.
+        """
+        if self._stops is not None or self._pending or self.in_character or token_id in self._hidden:
+            return None
+        data = self._tokenizer.token_bytes(token_id)
+        if not data or not data.isascii():
+            return None
+        self._num_tokens += 1
+        self.num_taken += len(data)
+        return data.decode("ascii")
 
     def finish(self) -> bool:
         """Ends the text: a half character becomes U+FFFD. True if that completed a stop string."""
-        stopped = self._add(self._decoder.decode(b"", final=True))
+        stopped = self._add(self._decode(b"", final=True))
         self._stops = None  # nothing more is held back
         return stopped
 
@@ -228,9 +246,16 @@ class SequenceText:
 
     def push(self, delta: SequenceDelta) -> TextDelta:
         """What may be shown now; empty if nothing, and always after the end."""
-        shown = TextDelta(delta.index)
         if self.finished:
-            return shown
+            return TextDelta(delta.index)
+        if self._text and len(delta.token_ids) == 1 and not (delta.finish_reason or self._waiting):
+            begin = self._text.num_taken
+            if text := self._text.take_plain(delta.token_ids[0]):
+                shown = TextDelta(delta.index, text, delta.token_ids, delta.logprobs or [], [begin])
+                self.num_tokens += 1
+                self._remember(shown)
+                return shown
+        shown = TextDelta(delta.index)
         shown.stopped = self._read(delta) and delta.finish_reason is None
         if self._text and self._text.stopped_by is not None:
             shown.finish_reason, shown.stop_reason = "stop", self._text.stopped_by
@@ -263,15 +288,14 @@ class SequenceText:
     def _release(self, shown: TextDelta) -> None:
         """Moves the waiting tokens whose text is out into `shown`; all of them at the end."""
         limit = self._text.num_taken if self._text else 0
-        count = len(self._waiting)
-        if not shown.finish_reason:
-            count = next((i for i, (*_, end) in enumerate(self._waiting) if end > limit), count)
-        for token_id, logprobs, begin, _ in self._waiting[:count]:
+        for token_id, logprobs, begin, end in self._waiting:
+            if end > limit and not shown.finish_reason:
+                break
             shown.token_ids.append(token_id)
             shown.offsets.append(min(begin, limit))
             if logprobs:
                 shown.logprobs.append(logprobs)
-        del self._waiting[:count]
+        del self._waiting[: len(shown.token_ids)]
 
     def _remember(self, shown: TextDelta) -> None:
         self._parts.append(shown.text)

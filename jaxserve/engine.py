@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.config import EngineConfig, cache_dir, make_cache_dir, set_memory_share
+from jaxserve.config import EngineConfig, cache_dir, make_cache_dir, set_memory_share, size_text
 from jaxserve.control import Command
 from jaxserve.controller import Controller
 from jaxserve.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError, JaxserveError, RequestError
@@ -56,7 +56,7 @@ class Engine:
 
         loaded = load()
         log.info(
-            "weights: %s, %.2f GiB of %s on %s, %.1f s", checkpoint.name, loaded.nbytes / 2**30, deployment.dtype,
+            "weights: %s, %s of %s on %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.dtype,
             device.device_kind, time.monotonic() - started,
         )  # fmt: skip
         self._runner = Runner(config, loaded, Programs(loaded, deployment, device))

@@ -1,4 +1,4 @@
-"""The engine in a process of its own, and the client that front ends hold of it.
+"""The engine in a process of its own, and the client that front ends hold of it: one, or several (http_process.py).
 
     front end                                    engine process
     EngineProcess.start() ── config on stdin ──► main(): Engine(config), warm up
@@ -17,21 +17,22 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from jaxserve.checkpoint import Checkpoint
+from jaxserve.child_process import ChildProcess, read_start
 from jaxserve.config import EngineConfig, engine_environment
 from jaxserve.control import Command
 from jaxserve.errors import ConfigError, EngineDead, EngineError, ErrorInfo, JaxserveError
@@ -116,7 +117,7 @@ class SocketClient:
         self._socket.connect(address)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromEngine).decode
-        self._streams: dict[str, asyncio.Queue[SequenceDelta | JaxserveError]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._controls: dict[int, asyncio.Future[EngineStats]] = {}
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task] = []
@@ -145,20 +146,17 @@ class SocketClient:
         """See EngineClient.submit."""
         if self._dead:
             raise EngineDead(self._dead.message)
-        queue: asyncio.Queue[SequenceDelta | JaxserveError] = asyncio.Queue()
-        self._streams[request.request_id] = queue
+        stream = self._streams[request.request_id] = _Stream(self, request)
         try:
             await self._socket.send(self._encode(Submit(request)))
-            first = await queue.get()
-            if isinstance(first, JaxserveError):
-                raise first
+            first = await stream.get()
             if first.error:
                 raise first.error.exception()
         except BaseException:
             self._streams.pop(request.request_id, None)
             await asyncio.shield(self.cancel(request.request_id))
             raise
-        return _Stream(self, request, queue)
+        return stream
 
     def forget(self, request_id: str, *, cancel: bool) -> None:
         """Ends a stream's life here, and if it is not over, at the engine too. Does not wait: it may be closing."""
@@ -190,8 +188,8 @@ class SocketClient:
         """Ends every open stream with the error, and refuses new requests."""
         if self._dead is None:
             self._dead = error
-            for queue in self._streams.values():
-                queue.put_nowait(error)
+            for stream in self._streams.values():
+                stream.put(error)
             for answer in self._controls.values():
                 if not answer.done():
                     answer.set_exception(error)
@@ -226,8 +224,8 @@ class SocketClient:
             case StepDone(deltas, stats):
                 self.stats = stats
                 for delta in deltas:
-                    if queue := self._streams.get(delta.request_id):
-                        queue.put_nowait(delta)
+                    if stream := self._streams.get(delta.request_id):
+                        stream.put(delta)
             case Controlled(number, stats, error):
                 self.stats = stats
                 if (answer := self._controls.get(number)) and not answer.done():
@@ -249,23 +247,41 @@ class _Stream(AsyncIterator[SequenceDelta]):
     Of a sequence whose reader has fallen behind, what waits comes as one delta: so it catches up.
     """
 
-    def __init__(self, client: SocketClient, request: Request, queue: asyncio.Queue):
-        self._client, self._request_id, self._queue = client, request.request_id, queue
-        self._next: SequenceDelta | JaxserveError | None = None  # taken out of the queue and not joined
+    def __init__(self, client: SocketClient, request: Request):
+        self._client, self._request_id = client, request.request_id
+        self._waiting: deque[SequenceDelta | JaxserveError] = deque()
+        self._reader: asyncio.Future[None] | None = None  # done as soon as something waits
         self._unfinished = request.params.n
+
+    def put(self, item: SequenceDelta | JaxserveError) -> None:
+        self._waiting.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def get(self) -> SequenceDelta:
+        """What has come next. Raises the error that has ended the stream. One reader at a time: half of asyncio.Queue's
+        cost, which for each token of each stream counts.
+        """
+        if not self._waiting:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        item = self._waiting.popleft()
+        if isinstance(item, JaxserveError):
+            raise item
+        return item
 
     async def __anext__(self) -> SequenceDelta:
         if not self._unfinished:
             self._client.forget(self._request_id, cancel=False)
             raise StopAsyncIteration
-        delta, self._next = self._next or await self._queue.get(), None
-        if isinstance(delta, JaxserveError):
+        try:
+            delta = await self.get()
+        except JaxserveError:
             await self.aclose()
-            raise delta
-        while self._next is None and not self._queue.empty():
-            following = self._queue.get_nowait()
-            if isinstance(following, JaxserveError) or not join(delta, following):
-                self._next = following
+            raise
+        waiting = self._waiting
+        while waiting and not isinstance(waiting[0], JaxserveError) and join(delta, waiting[0]):
+            waiting.popleft()
         self._unfinished -= delta.finish_reason is not None
         return delta
 
@@ -277,85 +293,82 @@ class _Stream(AsyncIterator[SequenceDelta]):
 class EngineProcess:
     """A running engine process: `client` speaks to it, `wait()` returns when it ends."""
 
-    def __init__(self, process: asyncio.subprocess.Process, client: SocketClient, directory: Path):
-        self.client = client
+    def __init__(self, process: ChildProcess, address: str, directory: Path):
+        self.address = address
+        self.directory = directory  # private, until stop()
+        self.client = SocketClient(address)
         self._process = process
-        self._directory = directory
 
     @classmethod
     async def start(cls, config: EngineConfig) -> "EngineProcess":
         """Starts the engine; returns at once. `await ready()` then waits until it is warm."""
         directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))  # mode 0700: nobody else can connect
         address = f"ipc://{directory}/engine.sock"
-        starting = asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "jaxserve.engine_process",
-            stdin=asyncio.subprocess.PIPE,
-            # Ctrl-C in a terminal is for the parent, which ends this one gracefully. Not a session of its own: Linux
-            # shares the cores out between sessions first (autogroup), so that nice would mean nothing among the two.
-            preexec_fn=os.setpgrp,
-            env=engine_environment(),
-        )
+        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
+        start = {"address": address, "config": options}
         try:
-            process = await starting
-        except BaseException:  # if it was cancelled, asyncio has ended the process
+            return cls(ChildProcess("jaxserve.engine_process", start, engine_environment()), address, directory)
+        except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        assert process.stdin is not None
-        options = {f.name: getattr(config, f.name) for f in fields(EngineConfig)}  # not the HTTP ones
-        process.stdin.write(msgspec.json.encode({"address": address, "config": options}) + b"\n")
-        return cls(process, SocketClient(address), directory)
 
     async def ready(self) -> None:
         """Waits until the engine is warm. Raises ConfigError or EngineDead if it ends before that."""
-        connecting = asyncio.create_task(self.client.connect())
-        ending = asyncio.create_task(self._process.wait())
-        await asyncio.wait([connecting, ending], return_when=asyncio.FIRST_COMPLETED)
-        if connecting.done():
-            ending.cancel()
-            await connecting
-        else:
+        connecting, ended = asyncio.create_task(self.client.connect()), self._process.ended
+        await asyncio.wait([connecting, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
             await asyncio.wait([connecting], timeout=1)  # its last words may still be on the way
-            if connecting.done():
-                await connecting
-            connecting.cancel()
-            raise EngineDead(f"the engine process ended with code {self._process.returncode} before it was ready")
+        if connecting.done():
+            return await connecting
+        connecting.cancel()
+        raise EngineDead(f"the engine process ended with code {ended.result()} before it was ready")
 
     async def wait(self) -> int:
         """Returns the exit code once the process has ended; open streams then end with EngineDead."""
-        code = await self._process.wait()
+        code = await asyncio.shield(self._process.ended)
         self.client.die(EngineDead(f"the engine process ended with code {code}"))
         return code
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Closes the engine's stdin, which ends it; kills it if that takes longer than `grace_s` seconds."""
+        """Ends the engine; kills it if that takes longer than `grace_s` seconds."""
         await self.client.close()
-        if self._process.stdin:
-            self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), grace_s)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        await self._process.stop(grace_s)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
-async def start_engine(config: EngineConfig, checkpoint: Checkpoint) -> tuple[EngineProcess, Frontend]:
-    """A warm engine and its front end; none is left if this fails or is cancelled. Raises ConfigError, EngineDead."""
+async def start_engine(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    *,
+    meanwhile: Callable[["EngineProcess"], object] = lambda engine: None,
+) -> tuple[EngineProcess, Frontend]:
+    """A warm engine and its front end; none is left if this fails or is cancelled. Raises ConfigError, EngineDead.
+
+    meanwhile: called as soon as the engine begins to start.
+    """
     defaults = checkpoint.sampling_defaults(config)
     engine = await EngineProcess.start(config)
     try:
-        tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
-        await engine.ready()
-        frontend = Frontend(
-            tokenizer, engine.client.info, defaults, thinking_limiter(tokenizer, config.reasoning_parser)
-        )
+        meanwhile(engine)
+        frontend = await make_frontend(config, checkpoint, defaults, engine.client, engine.ready)
         await engine.client.use_vocabulary(frontend.vocabulary())
         return engine, frontend
     except BaseException:
         await engine.stop()
         raise
+
+
+async def make_frontend(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    defaults: dict[str, Any],
+    client: SocketClient,
+    ready: Callable[[], Awaitable[None]],
+) -> Frontend:
+    """The front end of an engine, once `ready()` returns; until then it loads the tokenizer."""
+    tokenizer = await asyncio.to_thread(checkpoint.load_tokenizer, config)
+    await ready()
+    return Frontend(tokenizer, client.info, defaults, thinking_limiter(tokenizer, config.reasoning_parser))
 
 
 # ------------------------------------------------------------------------------------------------- engine side
@@ -373,7 +386,7 @@ class EngineServer:
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
         self._owners: dict[str, bytes] = {}  # request id -> front end
         self._front_ends: list[bytes] = []
-        self._answers: list[SequenceDelta] = []
+        self._answers: dict[bytes, list[SequenceDelta]] = {}  # to requests, for the front end that sent them
         self._controls: list[tuple[bytes, int]] = []  # begun and not done: front end, number
         self._stats_due_s = 0.0
 
@@ -392,10 +405,10 @@ class EngineServer:
         self._engine = engine
         while True:
             self._drain(wait=not engine.has_work())
-            self._send(self._answers)  # accepted or refused: the front end waits for it before any header
-            self._answers = []
+            answers, self._answers = self._answers, {}
+            self._send(answers)  # accepted or refused: the front end waits for it before any header
             if engine.has_work():
-                self._send(engine.step())
+                self._send(self._by_owner(engine.step()))
             if not engine.busy:
                 self._answer_controls()
 
@@ -418,10 +431,10 @@ class EngineServer:
                     self._engine.use_vocabulary(lambda: vocabulary)
                     self._engine.prepare_grammars()  # now, and not when others wait for their next token
                 case Submit(request):
-                    self._owners[request.request_id] = front_end
-                    self._answers += self._submit(request)
+                    self._submit(front_end, request)
                 case Cancel(request_id, index):
-                    self._engine.cancel(request_id, index)
+                    if self._owners.get(request_id) == front_end:  # nobody else's
+                        self._engine.cancel(request_id, index)
                 case Control(number, command):
                     self._control(front_end, number, command)
 
@@ -435,6 +448,11 @@ class EngineServer:
             self._controls.append((front_end, number))
 
     def _answer_controls(self) -> None:
+        """Tells who asked for them that commands are done, and before that all others how the engine is now."""
+        if not self._controls:
+            return
+        self._stats_due_s = 0.0
+        self._send({})
         for front_end, number in self._controls:
             self._socket.send_multipart([front_end, self._encode(Controlled(number, self._engine.stats()))])
         self._controls = []
@@ -444,33 +462,43 @@ class EngineServer:
         log.error("a message from a front end cannot be read: %s", error)
         with contextlib.suppress(msgspec.MsgspecError, KeyError, TypeError):
             request_id = str(msgspec.msgpack.decode(payload)["request"]["request_id"])
-            if not self._engine.knows(request_id):
-                self._owners[request_id] = front_end
-                info = EngineError(f"the engine cannot read this request: {error}").info()
-                self._answers.append(SequenceDelta(request_id, -1, finish_reason="error", error=info))
+            if self._owners.get(request_id) != front_end:
+                self._answer(front_end, request_id, EngineError(f"the engine cannot read this request: {error}"))
 
-    def _submit(self, request: Request) -> list[SequenceDelta]:
-        """The engine's answer, if it has one already."""
+    def _answer(self, front_end: bytes, request_id: str, refusal: JaxserveError | None = None) -> None:
+        """Accepts a request, or refuses it: to the one that has sent it, whoever else has one of this name."""
+        answer = SequenceDelta(request_id, -1)
+        if refusal:
+            answer.finish_reason, answer.error = "error", refusal.info()
+        self._answers.setdefault(front_end, []).append(answer)
+
+    def _submit(self, front_end: bytes, request: Request) -> None:
         try:
             accepted = self._engine.submit(request)
         except JaxserveError as error:
-            return [SequenceDelta(request.request_id, -1, finish_reason="error", error=error.info())]
-        return [SequenceDelta(request.request_id, -1)] if accepted else []
+            return self._answer(front_end, request.request_id, error)
+        self._owners[request.request_id] = front_end
+        if accepted:  # if not, a later step will say whether it is
+            self._answer(front_end, request.request_id)
 
-    def _send(self, deltas: list[SequenceDelta]) -> None:
+    def _by_owner(self, deltas: list[SequenceDelta]) -> dict[bytes, list[SequenceDelta]]:
         by_owner: dict[bytes, list[SequenceDelta]] = {}
         for delta in deltas:
             by_owner.setdefault(self._owners[delta.request_id], []).append(delta)
         for delta in deltas:
             if delta.finish_reason and not self._engine.knows(delta.request_id):
                 self._owners.pop(delta.request_id, None)
+        return by_owner
+
+    def _send(self, by_owner: dict[bytes, list[SequenceDelta]]) -> None:
+        """One message to each front end that has deltas; at times one to all, for the stats."""
         if (now := time.monotonic()) >= self._stats_due_s:
             self._stats_due_s = now + STATS_PERIOD_S
-            for front_end in self._front_ends:
-                by_owner.setdefault(front_end, [])
-        for front_end, its_deltas in by_owner.items():
-            message = self._encode(StepDone(its_deltas, self._engine.stats()))
-            self._socket.send_multipart([front_end, message])
+            by_owner = {**dict.fromkeys(self._front_ends, []), **by_owner}
+        if by_owner:
+            stats = self._engine.stats()
+            for front_end, deltas in by_owner.items():
+                self._socket.send_multipart([front_end, self._encode(StepDone(deltas, stats))])
 
     def _fail(self, error: Exception) -> None:
         """Tells every front end, also one whose Hello still waits in the queue, why the engine ends."""
@@ -490,27 +518,11 @@ class EngineServer:
         zmq.Context.instance().term()
 
 
-def _end_with_parent(stdin: int) -> None:
-    """Ends this process when stdin closes: the parent is gone, or wants no more of us."""
-    while os.read(stdin, 4096):  # not sys.stdin: a thread inside its buffer would abort the interpreter's own exit
-        pass
-    os._exit(0)
-
-
-def _read_line(file: int) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and (byte := os.read(file, 1)):
-        line += byte
-    return line
-
-
 def main() -> None:
     from jaxserve.logs import setup_logging
 
     setup_logging()
-    stdin = sys.stdin.fileno()
-    start = msgspec.json.decode(_read_line(stdin))
-    threading.Thread(target=_end_with_parent, args=(stdin,), daemon=True).start()
+    start = read_start()
     try:
         EngineServer(start["address"]).run(EngineConfig(**start["config"]))
     except ConfigError:

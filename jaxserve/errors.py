@@ -9,6 +9,7 @@
     │   ├── PayloadTooLarge       413 PayloadTooLargeError
     │   ├── UnsupportedMediaType  415 UnsupportedMediaTypeError
     │   └── QueueFull             429 RateLimitError         (carries Retry-After)
+    ├── RequestAborted            499 RequestAbortedError    (somebody ended it: no failure of the server)
     ├── EngineError               500 InternalServerError    (this request failed, the engine goes on)
     ├── EngineDead                503 ServiceUnavailableError
     ├── EngineAsleep              503 EngineAsleepError      (carries Retry-After)
@@ -124,6 +125,13 @@ class QueueFull(RequestError):
     retry_after_s = 1
 
 
+class RequestAborted(JaxserveError):
+    """The request was ended before it had a result: by POST /abort_requests, a pause, a sleep or the server's end."""
+
+    status = 499  # which gRPC's CANCELLED is mapped to; clients do not try again by themselves, as they would a 5xx
+    type = "RequestAbortedError"
+
+
 class EngineError(JaxserveError):
     """This request failed inside the engine; others go on."""
 
@@ -169,6 +177,7 @@ _BY_STATUS = {
         PayloadTooLarge,
         UnsupportedMediaType,
         QueueFull,
+        RequestAborted,
         EngineDead,
         DeadlineExceeded,
     )

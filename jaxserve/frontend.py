@@ -18,10 +18,11 @@ import numpy as np
 
 from jaxserve import chat, structured
 from jaxserve.detokenize import SequenceText, StopMatcher, TextDelta, prompt_text, token_text
-from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestError
+from jaxserve.errors import ConfigError, DeadlineExceeded, EngineError, RequestAborted, RequestError
 from jaxserve.fill_in_middle import FillInMiddle
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
+    MAX_EOS_IDS,
     MAX_STOP_IDS,
     CompletionOutput,
     EngineInfo,
@@ -104,8 +105,8 @@ class Frontend:
             raise ConfigError(
                 f"the model's generation_config.json is bad: {error.message}", param=error.param
             ) from None
-        if len(self.eos_ids) > 8:
-            raise ConfigError(f"the model has {len(self.eos_ids)} end-of-sequence tokens; at most 8 are supported")
+        if (count := len(self.eos_ids)) > MAX_EOS_IDS:
+            raise ConfigError(f"the model has {count} end-of-sequence tokens; at most {MAX_EOS_IDS} are supported")
 
     def vocabulary(self) -> Vocabulary:
         """What the engine compiles grammars for."""
@@ -331,7 +332,8 @@ class Frontend:
         if len(ids) > MAX_STOP_IDS:
             room = MAX_STOP_IDS - len(ids) + len(params.stop_token_ids or ())
             raise RequestError(
-                f"stop_token_ids takes at most {room} entries here, got {len(params.stop_token_ids or ())}",
+                f"stop_token_ids takes at most {room} entries with this model, which has {len(own)} ids of its own that"
+                f" end the output, got {len(params.stop_token_ids or ())}",
                 param="stop_token_ids",
             )
         return ids
@@ -381,6 +383,7 @@ class RequestText:
             SequenceText(i, tokenizer, params, stops, request.prompt_token_ids, request.stop_ids, shown_ids)
             for i in range(params.n)
         ]
+        self._unfinished = params.n
         self.cached_tokens = 0
         self.queue_s = 0.0
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -388,7 +391,7 @@ class RequestText:
 
     @property
     def finished(self) -> bool:
-        return all(sequence.finished for sequence in self.sequences)
+        return not self._unfinished
 
     @property
     def num_tokens(self) -> int:
@@ -406,23 +409,26 @@ class RequestText:
             raise DeadlineExceeded("the request did not finish within the server's time limit (--request-timeout)")
         if delta.finish_reason == "error":
             raise EngineError("the engine could not finish this request")
-        self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
-        self.queue_s = max(self.queue_s, delta.queue_s)
+        if delta.cached_tokens or delta.queue_s:  # which come with the first token
+            self.cached_tokens = max(self.cached_tokens, delta.cached_tokens)
+            self.queue_s = max(self.queue_s, delta.queue_s)
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.embedding is not None:
             self._embedding = delta.embedding
         if delta.index < 0:
             return TextDelta(delta.index)
-        return self.sequences[delta.index].push(delta)
+        shown = self.sequences[delta.index].push(delta)
+        self._unfinished -= shown.finish_reason is not None
+        return shown
 
     def embedding(self, dimensions: int | None = None) -> np.ndarray:
         """The embedding f32[dimensions], of length 1, once the request is finished. All dimensions: None.
 
-        Raises EngineError if the request was aborted.
+        Raises RequestAborted if the request was.
         """
         if not self._embedding:
-            raise EngineError("the request was aborted before there was an embedding")
+            raise RequestAborted("the request was aborted before it had an embedding")
         vector = np.frombuffer(self._embedding, "<f4")[:dimensions]
         return vector / np.maximum(np.linalg.norm(vector), 1e-12)
 

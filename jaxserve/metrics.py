@@ -6,12 +6,17 @@ from EngineStats when they are asked for; what only the front end can see (laten
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
+from prometheus_client.utils import floatToGoString
 
 from jaxserve.request import EngineStats
 
@@ -107,18 +112,69 @@ class EngineCollector(Collector):
                 yield family
 
 
+class Sum(Collector):
+    """What a collector counts in this process, and what others of the same server say of it in Prometheus' format."""
+
+    def __init__(self, own: Collector, others: Sequence[str]):
+        self._own = own
+        self._texts = others
+
+    def collect(self) -> Iterator[Metric]:
+        theirs: dict[tuple[str, frozenset], list[float]] = {}
+        for text in self._texts:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    theirs.setdefault(_key(sample), []).append(sample.value)
+        for family in self._own.collect():
+            family.samples = [_added(sample, theirs.get(_key(sample), [])) for sample in family.samples]
+            yield family
+
+
+def _key(sample: Sample) -> tuple[str, frozenset]:
+    return sample.name, frozenset(sample.labels.items())
+
+
+def _added(sample: Sample, others: Sequence[float]) -> Sample:
+    """The sum; of times at which something began, the earliest."""
+    combine = min if sample.name.endswith(("_created", "_start_time_seconds")) else sum
+    return sample._replace(value=combine([sample.value, *others]))
+
+
+class Histogram(Collector):
+    """Latencies by size: prometheus_client's takes 3 us for each, and there is one for each token."""
+
+    def __init__(self, name: str, doc: str, model_name: str, bounds_s: tuple[float, ...]):
+        self._name, self._doc, self._model_name = name, doc, model_name
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Counts so many of a size."""
+        self._counts[bisect_left(self._bounds_s, seconds)] += count
+        self._sum_s += seconds * count
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(self._name, self._doc, labels=["model_name"])
+        names = [*map(floatToGoString, self._bounds_s), "+Inf"]
+        counts = accumulate(self._counts)
+        family.add_metric([self._model_name], list(zip(names, counts, strict=True)), self._sum_s)
+        yield family
+
+
 class Metrics:
-    """All metrics of one server, in a registry of their own."""
+    """All metrics of one server."""
 
     def __init__(self, stats: Callable[[], EngineStats], model_name: str):
         self.stats = stats
-        self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(stats, model_name))
+        self._engine = EngineCollector(stats, model_name)
+        self.registry = CollectorRegistry()  # of what is counted in this process
         ProcessCollector(registry=self.registry)
 
         def histogram(name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
-            family = Histogram(PREFIX + name, doc, ["model_name"], buckets=buckets, registry=self.registry)
-            return family.labels(model_name)
+            family = Histogram(PREFIX + name, doc, model_name, buckets)
+            self.registry.register(family)
+            return family
 
         self.time_to_first_token_s = histogram(
             "time_to_first_token_seconds", "from the call's arrival to the first token of the prompt", TTFT_BUCKETS_S
@@ -145,9 +201,12 @@ class Metrics:
     def count_finished(self, reason: str, count: int = 1) -> None:
         self._finished.labels(self._model_name, reason).inc(count)
 
-    def text(self) -> bytes:
-        """The body of GET /metrics."""
-        return generate_latest(self.registry)
+    def text(self, others: Sequence[str] = ()) -> bytes:
+        """The body of GET /metrics. others: that of the server's other HTTP processes."""
+        whole = CollectorRegistry()
+        whole.register(self._engine)
+        whole.register(Sum(self.registry, others))
+        return generate_latest(whole)
 
 
 class TrafficLog:

@@ -19,7 +19,8 @@ from jaxserve.control import Command
 from jaxserve.errors import ErrorInfo, RequestError
 
 MAX_LOGPROBS = 20  # candidates returned per token at most
-MAX_STOP_IDS = 64  # stop_token_ids plus EOS ids, per request
+MAX_STOP_IDS = 64  # stop_token_ids plus EOS ids, per request: the device masks them until there are min_tokens
+MAX_EOS_IDS = 8  # of them, the model's own
 MAX_LOGIT_BIAS = 1024  # entries of logit_bias, per request
 MAX_BAD_WORDS = 128  # strings in bad_words
 MAX_BAD_WORD_TOKENS = 16  # tokens of one bad word
@@ -37,6 +38,7 @@ def knob(default: Any, doc: str, **limits: Any) -> Any:
 
     ge, gt, le, lt         of a number
     min_items, max_items   of a list or an object
+    instead                what to do where max_items are not enough, for the error
     min_length, max_length of a text, in characters
     items                  the limits of each item of a list, also of one given without its list
     token_ids=True         holds token ids: they must be of the vocabulary
@@ -134,7 +136,13 @@ class SamplingParams:
         items={"min_length": 1, "max_length": MAX_STOP_CHARS},
     )
     stop_token_ids: list[int] | None = knob(
-        None, "token ids that end the generation", max_items=MAX_STOP_IDS - 8, items={"ge": 0}, token_ids=True
+        None,
+        "token ids that end the generation",
+        max_items=MAX_STOP_IDS - MAX_EOS_IDS,
+        instead=f"the device keeps {MAX_STOP_IDS} ids that end a sequence, {MAX_EOS_IDS} of them for the model's own;"
+        " stop strings (stop) end it at any token that has their text",
+        items={"ge": 0},
+        token_ids=True,
     )
     ignore_eos: bool = knob(False, "go on after an end-of-sequence token")
     include_stop_str_in_output: bool = knob(False, "keep the stop string in the text")
@@ -210,6 +218,7 @@ KINDS = {
     float: "a number",
     list: "a list",
     dict: "an object",
+    type(None): "null",
 }
 """Types as error messages name them."""
 
@@ -259,7 +268,8 @@ def _check_size(name: str, value: list | dict, limits: Any) -> None:
     if size < least:
         raise RequestError(f"{name} may not be empty" if least == 1 else f"{name} needs {least} entries", param=name)
     if size > most:
-        raise RequestError(f"{name} takes at most {most} entries, got {size}", param=name)
+        instead = f": {limits['instead']}" if "instead" in limits else ""
+        raise RequestError(f"{name} takes at most {most} entries, got {size}{instead}", param=name)
 
 
 def _check_text(name: str, place: str, value: str, limits: Any) -> None:
@@ -289,9 +299,22 @@ def item_type(annotation: Any) -> type | None:
     return None
 
 
+class _JsonWords(reprlib.Repr):
+    """Python's way to show a value, cut short, but with the words of JSON, also inside lists and objects."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return "true" if value else "false"
+
+
+_JSON_WORDS = _JsonWords()
+
+
 def short(value: Any, limit: int = 60) -> str:
-    """A value as an error message may show it: never the whole of a large body."""
-    text = repr(value[:limit]) if isinstance(value, str) else reprlib.repr(value)
+    """A value as an error message may show it: never the whole of a large body; None as null, as clients wrote it."""
+    text = repr(value[:limit]) if isinstance(value, str) else _JSON_WORDS.repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -39,7 +39,8 @@ from jaxserve.logs import setup_logging
 from jaxserve.request import EngineClient, short
 
 OF_LISTENING = (  # options of `serve` that mean nothing without a port
-    "host", "port", "api_key", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials",
+    "host", "port", "api_server_count", "api_key", "allowed_origins", "allowed_methods", "allowed_headers",
+    "allow_credentials",
 )  # fmt: skip
 MAX_CONCURRENCY = 4096  # connections that Linux lets wait to be accepted
 SPARE_FILES = 256  # beside the connections

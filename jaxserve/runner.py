@@ -155,11 +155,14 @@ class Runner:
     def _warm_up(self) -> None:
         """Compiles every program."""
         started, count = time.monotonic(), len(self._programs.keys)
-        log.info("compiling %d programs: about a minute the first time, then kept in %s", count, cache_dir())
+        log.info(
+            "making %d programs ready: compiled the first time (about a minute), after that read from %s",
+            count, cache_dir(),
+        )  # fmt: skip
         compiled = self._programs.compile_all(self._compile, *self._sizes)
-        self._ready |= dict(tqdm(compiled, desc="compiling steps", unit="program", total=count))
+        self._ready |= dict(tqdm(compiled, desc="programs ready", unit="program", total=count))
         sizes = len(self._programs.layouts)
-        log.info("compiled %d programs of %d sizes in %.1f s", count, sizes, time.monotonic() - started)
+        log.info("%d programs of %d sizes are ready after %.1f s", count, sizes, time.monotonic() - started)
         self._compiles.counting = True
 
     def _compile(self, key: Key, lowered: Any) -> list[Program]:

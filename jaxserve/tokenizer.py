@@ -61,6 +61,7 @@ class Tokenizer:
         self._added_bytes = {i: token.content.encode() for i, token in added.items()}
         self._added_ids = {token.content: i for i, token in added.items()}
         self._byte_of = byte_map() if _uses(backend.decoder, "ByteLevel") else None
+        self._bytes: dict[int, bytes] = {}  # of the tokens that were asked for
         self._templates: dict[str, str] = _named_templates(chat_template)
         self._compiled: dict[str, ChatTemplate] = {}
 
@@ -109,6 +110,14 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to the text, which may be part of a character. b"" past the vocabulary."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes_of(token_id)
+            if 0 <= token_id < self.vocab_size:
+                self._bytes[token_id] = known
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
         if (added := self._added_bytes.get(token_id)) is not None:
             return added
         token = self._backend.id_to_token(token_id) if token_id >= 0 else None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxserve import config
-from jaxserve.config import EngineConfig, ServeConfig, parse_size
+from jaxserve.config import EngineConfig, ServeConfig, parse_size, size_text
 from jaxserve.errors import ConfigError
 
 DOCS = Path(__file__).parent.parent / "docs" / "options.md"
@@ -40,6 +40,14 @@ def no_keys(monkeypatch: pytest.MonkeyPatch):
 )
 def test_sizes(text: str | int, size: int):
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.00 KiB"), (3 * 2**19, "1.50 MiB"), (2**40, "1024.00 GiB")],
+)
+def test_sizes_are_shown_in_a_unit_that_suits_them(size_bytes: int, text: str):
+    assert size_text(size_bytes) == text
 
 
 @pytest.mark.parametrize("text", ["", "k", "-4", "4x", "4 4", "1e9", "4Kib4", "nan"])

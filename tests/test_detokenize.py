@@ -218,6 +218,13 @@ def test_a_character_that_the_prompt_breaks_off_is_not_in_the_output():
     assert sequence.push(SequenceDelta("r", 0, [1])).text == "\ufffdleft"  # this half is the output's own
 
 
+def test_what_would_have_completed_the_prompts_character_does_not_do_so_later():
+    smile = "😀".encode()
+    sequence = SequenceText(0, Pieces([smile[:2], b"left", smile[2:]]), SamplingParams(), prompt_token_ids=[0])
+    assert sequence.push(SequenceDelta("r", 0, [1])).text == "left"
+    assert sequence.push(SequenceDelta("r", 0, [2])).text == "\ufffd\ufffd"
+
+
 def test_nothing_is_shown_after_the_end():
     sequence = SequenceText(0, Pieces([b"a"]), SamplingParams(stop=["a"]), StopMatcher(["a"]))
     assert sequence.push(SequenceDelta("r", 0, [0])).stopped

@@ -14,8 +14,9 @@ import pytest
 
 from jaxserve import engine_process
 from jaxserve.config import EngineConfig
+from jaxserve.control import Command, Pause, Resume
 from jaxserve.engine_process import EngineProcess, EngineServer, SocketClient, Submit
-from jaxserve.errors import EngineError
+from jaxserve.errors import EngineError, RequestError
 from jaxserve.request import EngineInfo, EngineStats, Request, SamplingParams, SequenceDelta
 
 
@@ -34,34 +35,56 @@ async def test_the_engine_gets_huge_pages_unless_the_user_set_glibc_up(monkeypat
     assert environment["PATH"] == os.environ["PATH"]
 
 
+async def test_it_is_started_without_a_fork_of_this_process_whose_threads_may_hold_locks(recwarn):
+    released = threading.Event()
+    threading.Thread(target=released.wait).start()
+    engine = await EngineProcess.start(EngineConfig(model="nowhere"))
+    try:
+        assert os.getpgid(engine._process.pid) == engine._process.pid, "Ctrl-C in a terminal is not for it"
+        assert not [str(w.message) for w in recwarn if "fork" in str(w.message)]
+    finally:
+        released.set()
+        await engine.stop(grace_s=0)
+
+
 class StandInEngine:
-    """Gives each request one token. `hangs` while set: a step, or an idle round, then takes as long as that."""
+    """Gives each request one token. `hangs` while set: a step, or an idle round, then takes as long as that; `holds`
+    while set: requests wait.
+    """
 
     busy = False
 
     def __init__(self, compiles_later: bool = False):
         self.info = EngineInfo("m", 100, 64, 4, 16, 8, "cpu", "float32", compiles_later=compiles_later)
         self.waiting: list[Request] = []
-        self.hangs, self.ended = threading.Event(), threading.Event()
+        self.hangs, self.holds, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.cancelled: list[str] = []
+        self.paused = False
 
     def has_work(self) -> bool:
         if self.ended.is_set():
             raise SystemExit
         while self.hangs.is_set():
             time.sleep(0.01)
-        return bool(self.waiting)
+        return bool(self.waiting) and not self.holds.is_set()
 
     def knows(self, request_id: str) -> bool:
         return any(request.request_id == request_id for request in self.waiting)
 
     def submit(self, request: Request) -> bool:
+        if self.knows(request.request_id):
+            raise RequestError("in use")
         self.waiting.append(request)
         return True
 
-    def cancel(self, request_id: str, index: int | None) -> None: ...
+    def cancel(self, request_id: str, index: int | None) -> None:
+        self.cancelled.append(request_id)
+
+    def control(self, command: Command) -> None:
+        self.paused = isinstance(command, Pause)
 
     def stats(self) -> EngineStats:
-        return EngineStats()
+        return EngineStats(paused=self.paused)
 
     def step(self) -> list[SequenceDelta]:
         done, self.waiting = self.waiting, []
@@ -91,6 +114,15 @@ async def connected(folder: Path, engine: StandInEngine) -> AsyncIterator[Socket
         engine.ended.set()
         await client.close()
         thread.join()
+
+
+@asynccontextmanager
+async def another(folder: Path) -> AsyncIterator[SocketClient]:
+    """One more client of a stand-in engine."""
+    client = SocketClient(f"ipc://{folder}/engine.sock")
+    await client.connect()
+    yield client
+    await client.close()
 
 
 def request(name: str) -> Request:
@@ -137,7 +169,7 @@ async def test_an_engine_that_hangs_is_not_healthy_until_it_speaks_again(tmp_pat
 
 async def test_a_reader_that_has_fallen_behind_gets_what_waits_at_once():
     request = Request(request_id="r", prompt_token_ids=[1], params=SamplingParams(n=2), max_tokens=9)
-    queue: asyncio.Queue = asyncio.Queue()
+    stream = engine_process._Stream(SocketClient.__new__(SocketClient), request)
     for delta in (
         SequenceDelta("r", 0, [1], queue_s=0.5),
         SequenceDelta("r", 0, [2]),
@@ -147,11 +179,39 @@ async def test_a_reader_that_has_fallen_behind_gets_what_waits_at_once():
         SequenceDelta("r", 1, [6]),
         SequenceDelta("r", 1, finish_reason="abort"),  # no token
     ):
-        queue.put_nowait(delta)
-    stream = engine_process._Stream(SocketClient.__new__(SocketClient), request, queue)
+        stream.put(delta)
     got = [await anext(stream) for _ in range(5)]
     assert [(d.index, d.token_ids, d.finish_reason, d.stop_reason) for d in got] == [
         (0, [1, 2], None, None), (1, [3], None, None), (0, [4, 5], "stop", 5), (1, [6], None, None),
         (1, [], "abort", None),
     ]  # fmt: skip
     assert got[0].queue_s == 0.5
+
+
+async def test_front_ends_do_not_touch_each_others_requests(tmp_path):
+    engine = StandInEngine()
+    engine.holds.set()
+    async with connected(tmp_path, engine) as first, another(tmp_path) as second:
+        async with asyncio.timeout(10):
+            mine = await first.submit(request("same"))
+            with pytest.raises(RequestError, match="in use"):
+                await second.submit(request("same"))
+            theirs = await second.submit(request("theirs"))
+            await second.cancel("same")
+            await second.control(Pause())  # by when the engine has seen what came before
+            assert not engine.cancelled
+            await first.cancel("same")
+            await first.control(Resume())
+            assert engine.cancelled == ["same"]
+            engine.holds.clear()
+            assert [delta.token_ids async for delta in mine] == [[5]] == [delta.token_ids async for delta in theirs]
+
+
+async def test_all_front_ends_know_at_once_what_one_has_commanded(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_process, "STATS_PERIOD_S", 60)
+    async with connected(tmp_path, StandInEngine()) as first, another(tmp_path) as second:
+        for command, paused in ((Pause(), True), (Resume(), False)):
+            assert (await first.control(command)).paused == paused
+            async with asyncio.timeout(0.5):
+                while second.stats.paused != paused:
+                    await asyncio.sleep(0.001)

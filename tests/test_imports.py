@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "jaxserve"
 
 # A file imports from lower floors, or from its own floor inside its own folder. A folder stands for all its files.
 FLOORS: dict[str, int] = {
+    "child_process": 0,
     "config": 0,
     "errors": 0,
     "logs": 0,
@@ -62,6 +63,7 @@ FLOORS: dict[str, int] = {
     "async_llm": 8,
     "bench": 8,
     "collect_env": 8,
+    "http_process": 8,
     "repl": 8,
     "run_batch": 8,
     "serve": 8,
@@ -76,6 +78,7 @@ WITHOUT_JAX = (
     "beam_search",
     "chat",
     "checkpoint",
+    "child_process",
     "cli",
     "config",
     "control",
@@ -86,6 +89,7 @@ WITHOUT_JAX = (
     "gguf_file",
     "grammar",
     "http",
+    "http_process",
     "metrics",
     "paging.page_pool",
     "paging.page_table",

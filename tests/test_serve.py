@@ -280,6 +280,131 @@ async def test_a_dead_engine_ends_requests_with_an_error_and_the_server_with_a_c
         assert "engine process ended" in server.log()
 
 
+# -------------------------------------------------------------------------------------------- several HTTP processes
+
+SEVERAL = ("--api-server-count", "3")
+
+
+def listening_pids(server: Server) -> set[int]:
+    """Processes of the server that listen at its port."""
+    port = f":{int(server.url.rsplit(':', 1)[1]):04X}"
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    sockets = {f"socket:[{row[9]}]" for row in rows if row[1].endswith(port) and row[3] == "0A"}
+    found = set()
+    for pid in (server.process.pid, *server.children()):
+        with contextlib.suppress(FileNotFoundError):
+            if sockets & {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()}:
+                found.add(pid)
+    return found
+
+
+async def test_several_http_processes_are_one_server(tmp_path: Path):
+    (tmp_path / "template").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    async with serving(tmp_path, *TINY_POOL, *SEVERAL, "--chat-template", str(tmp_path / "template")) as server:
+        engine, *others = server.children()
+        assert listening_pids(server) == {server.process.pid, *others} and len(others) == 2
+        assert server.log().count("jaxserve is ready") == 1 and server.log().count("tool calls are read as") == 1
+
+        async def alone(path: str, **more) -> dict:
+            """By a connection of its own: the kernel gives it to any of the processes."""
+            async with aiohttp.ClientSession() as session:
+                method = "POST" if more else "GET"
+                async with session.request(method, server.url + path, **more) as answer:
+                    assert answer.status == 200, await answer.text()
+                    return await answer.json()
+
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+            options = {"stream_options": {"include_usage": True}}
+            requests = [body(i, **options) for i in range(64)]
+            answers = await asyncio.gather(
+                *(stream(session, server.url, r, 2 if i % 7 == 3 else None) for i, r in enumerate(requests))
+            )
+            assert all(a is None or a["finish_reason"] == "length" for a in answers)
+            after = await settled(session, server.url)
+            assert after["kv_cache_usage_perc"] == 0 and after["compiles_after_warmup_total"] == 0
+            counts = [(await metrics(session, server.url))["e2e_request_latency_seconds_count"] for _ in range(12)]
+            assert len(set(counts)) == 1 and sum(a is not None for a in answers) <= counts[0] <= 64
+        made = await alone("/v1/responses", json={"input": "hi", "max_output_tokens": 4, "ignore_eos": True})
+        for _ in range(12):
+            assert await alone(f"/v1/responses/{made['id']}") == made
+        running = [
+            asyncio.create_task(alone("/v1/completions", json=body(9, stream=False, max_tokens=200))) for _ in range(9)
+        ]
+        while (await alone("/load"))["server_load"] != 9:
+            await asyncio.sleep(0.01)
+        assert (await alone("/abort_requests", json={}))["aborted"] == 9
+        assert {(await one)["choices"][0]["finish_reason"] for one in running} == {"abort"}
+        for path, paused in (("/pause", True), ("/resume", False)):
+            await alone(path, json={})
+            for _ in range(6):
+                assert await alone("/is_paused") == {"is_paused": paused}
+        assert not re.search(r"Traceback|ERROR|WARNING", server.log()), server.log()
+
+
+async def test_an_http_process_that_ends_ends_the_server(tmp_path: Path):
+    async with serving(tmp_path, "--enforce-eager", *SEVERAL) as server:
+        children = server.children()
+        os.kill(children[-1], signal.SIGKILL)
+        assert await server.wait_until_ended() == 1
+        assert "HTTP process 3 of 3 ended with code -9: shutting down" in server.log()
+        assert "Traceback" not in server.log() and not any(map(is_running, children))
+
+
+async def test_an_http_process_that_ends_before_it_is_ready_ends_the_start(tmp_path: Path):
+    async with starting(tmp_path, "--enforce-eager", *SEVERAL) as server:
+        await server.wait_until(lambda: len(server.children()) == 3)
+        children = server.children()
+        os.kill(children[-1], signal.SIGKILL)
+        async with asyncio.timeout(START_S):
+            while server.process.poll() is None:
+                await asyncio.sleep(0.05)
+        assert server.process.returncode == 1
+        last = server.log().splitlines()[-1]
+        assert last == "jaxserve: error: HTTP process 3 of 3 ended with code -9 before it was ready"
+        assert "Traceback" not in server.log() and not any(map(is_running, children))
+
+
+async def test_a_killed_server_leaves_no_process(tmp_path: Path):
+    async with serving(tmp_path, "--enforce-eager", *SEVERAL) as server:
+        children = server.children()
+        server.process.kill()
+        await server.wait_until_ended()
+        async with asyncio.timeout(10):
+            while any(map(is_running, children)):
+                await asyncio.sleep(0.02)
+
+
+async def test_clients_of_every_http_process_are_told_of_a_dead_engine(tmp_path: Path):
+    async with serving(tmp_path, "--enforce-eager", *SEVERAL) as server:
+        children = server.children()
+
+        async def status(i: int) -> int:
+            async with aiohttp.ClientSession() as session:
+                request = body(i, max_tokens=150, stream=False)
+                async with session.post(f"{server.url}/v1/completions", json=request) as answer:
+                    return answer.status
+
+        asking = [asyncio.create_task(status(i)) for i in range(12)]
+        async with aiohttp.ClientSession() as session:
+            while await (await session.get(f"{server.url}/load")).json() != {"server_load": 12}:
+                await asyncio.sleep(0.01)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        assert {await one for one in asking} == {503}
+        assert await server.wait_until_ended() == 1
+        assert "engine process ended" in server.log() and not any(map(is_running, children))
+
+
+async def test_a_second_server_finds_a_shared_port_taken(tmp_path: Path):
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    async with starting(tmp_path / "one", "--enforce-eager", *SEVERAL) as first:
+        await first.wait_until_ready()
+        port = first.url.rsplit(":", 1)[1]
+        async with starting(tmp_path / "two", *SEVERAL, "--port", port) as second:
+            assert await second.wait_until_ended() == 2
+            assert "the port is in use" in second.log()
+
+
 # ------------------------------------------------------------------------------------------------------ signals
 
 
@@ -298,10 +423,11 @@ async def assert_quiet_end(server: Server, code: int, children: list[int]) -> No
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("processes", ["1", "3"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_while_streams_run(tmp_path: Path, number: signal.Signals):
-    async with serving(tmp_path, *TINY_POOL) as server:
-        engine = server.engine_pid()
+async def test_a_signal_while_streams_run(tmp_path: Path, number: signal.Signals, processes: str):
+    async with serving(tmp_path, *TINY_POOL, "--api-server-count", processes) as server:
+        children = server.children()
 
         async def last_reason(i: int) -> str:
             reason = ""
@@ -321,18 +447,20 @@ async def test_a_signal_while_streams_run(tmp_path: Path, number: signal.Signals
             reasons = set(await asyncio.gather(*streams))
         assert reasons <= {"length", "abort"}
         assert "abort" in reasons or number == signal.SIGTERM
-        await assert_quiet_end(server, 0, [engine])
+        await assert_quiet_end(server, 0, children)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", ["", "KV cache:"], ids=["loading", "compiling"])
-async def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.Signals, when: str):
-    async with starting(tmp_path) as server:
+@pytest.mark.parametrize(
+    ("when", "options"), [("", ()), ("KV cache:", ()), ("KV cache:", SEVERAL)], ids=["loading", "compiling", "several"]
+)
+async def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.Signals, when: str, options):
+    async with starting(tmp_path, *options) as server:
         await server.wait_until(lambda: bool(server.children()) and when in server.log())
         children = server.children()
         if when:
-            await server.wait_until(lambda: "compiling " in server.log())
-            assert re.search(r"compiling \d+ programs: about a minute the first time, then kept in /", server.log())
+            await server.wait_until(lambda: "making " in server.log())
+            assert re.search(r"making \d+ programs ready: compiled the first time .* read from /", server.log())
         os.killpg(server.process.pid, number)
         await assert_quiet_end(server, -number, children)
         assert re.search(
@@ -343,6 +471,7 @@ async def test_a_signal_while_the_engine_starts(tmp_path: Path, number: signal.S
 JUST_STARTED = """
 import asyncio, os, sys
 from jaxserve import serve
+from jaxserve.config import ServeConfig
 
 class Engine:
     client = None
@@ -351,9 +480,9 @@ class Engine:
 
 async def start(config):
     os.kill(os.getpid(), int(sys.argv[1]))  # nobody serves yet, and the start can no more be cancelled
-    return Engine(), None
+    return Engine(), None, serve.HttpProcesses(ServeConfig(port=0))
 
-async def http(*_): await asyncio.sleep(60)
+async def http(*_, **__): await asyncio.sleep(60)
 
 serve._start, serve.serve_http = start, http
 sys.exit(asyncio.run(serve._serve(None)))

@@ -19,6 +19,7 @@ from jaxserve.http.connection import Connection
 from jaxserve.http.cors import Cors
 from jaxserve.http.errors import error_middleware
 from jaxserve.http.metrics import traffic_log
+from jaxserve.http.peers import Peers, pass_on_middleware
 from jaxserve.http.request_id import add_request_id
 from jaxserve.http.response_store import ResponseStore
 from jaxserve.http.routes import DOC_ROUTES, ROUTES
@@ -37,20 +38,26 @@ KEEPALIVE_S = 75.0  # that a connection may idle, or take to send the headers of
 BACKLOG = 128  # connections that wait to be accepted
 
 
-def make_app(frontend: Frontend, client: EngineClient, config: ServeConfig) -> web.Application:
-    """The application, without a port to listen on."""
+def make_app(
+    frontend: Frontend, client: EngineClient, config: ServeConfig, peers: Peers | None = None
+) -> web.Application:
+    """The application, without a port to listen on. peers: the server's other HTTP processes."""
+    peers = peers or Peers()
     names = config.served_model_name or [config.model]
     app = web.Application(middlewares=[error_middleware], client_max_size=config.max_body_bytes)
     if config.allowed_origins:
         Cors(config).install(app)  # before the keys: a browser's preflight has none
     if config.api_key:
         app.middlewares.append(auth_middleware(config.api_key))
+    if peers.count > 1:
+        app.middlewares.append(pass_on_middleware(peers))
     metrics = Metrics(lambda: client.stats, names[0])
-    responses = ResponseStore(config.response_store_size, config.response_store_ttl)
-    app[SERVER] = Server(frontend, client, config, metrics, names, _formats(frontend, config), responses)
+    responses = ResponseStore(config.response_store_size, config.response_store_ttl, processes=peers.count)
+    app[SERVER] = Server(frontend, client, config, metrics, names, _formats(frontend, config), responses, peers)
     app.add_routes(route for route in ROUTES if not (config.disable_docs and route in DOC_ROUTES))
     app.on_response_prepare.append(add_request_id)
-    app.cleanup_ctx.append(traffic_log)
+    if peers.number == 0:  # it is the engine's traffic, and so the server's
+        app.cleanup_ctx.append(traffic_log)
     app.on_cleanup.append(_close_calls)
     return app
 
@@ -66,6 +73,7 @@ def _formats(frontend: Frontend, config: ServeConfig) -> Formats:
 async def _close_calls(app: web.Application) -> None:
     await app[SERVER].responses.close()
     await asyncio.gather(*app[SERVER].closing, return_exceptions=True)
+    await app[SERVER].peers.close()
 
 
 @asynccontextmanager
@@ -74,6 +82,7 @@ async def listening(
     client: EngineClient,
     config: ServeConfig,
     *,
+    peers: Peers | None = None,
     grace_s: float = GRACE_S,
     hurry: asyncio.Event | None = None,
 ) -> AsyncIterator[str]:
@@ -83,23 +92,25 @@ async def listening(
 
     Raises ConfigError if it cannot listen there.
     """
-    app = make_app(frontend, client, config)
+    app = make_app(frontend, client, config, peers)
     # handler_cancellation: a client that goes away cancels its handler, and so its request in the engine.
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=ABORT_S)
     await runner.setup()
     try:
-        listener = await _listen(runner, config)
+        listeners = await _listen(runner, config, app[SERVER].peers)
         try:
-            yield _url(config.host, listener.sockets[0].getsockname()[1])
+            yield _url(config.host, listeners[0].sockets[0].getsockname()[1])
         finally:
-            listener.close()
+            for listener in listeners:
+                listener.close()
         _drop_incomplete(runner)
         await _finish(app[SERVER], grace_s, hurry or asyncio.Event())
     finally:
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, config: ServeConfig) -> asyncio.Server:
+async def _listen(runner: web.AppRunner, config: ServeConfig, peers: Peers) -> list[asyncio.Server]:
+    """At the port, and if there are other HTTP processes also for them."""
     loop, manager = asyncio.get_running_loop(), runner.server
     assert manager is not None, "set up"
 
@@ -108,10 +119,14 @@ async def _listen(runner: web.AppRunner, config: ServeConfig) -> asyncio.Server:
     def connection() -> Connection:
         return Connection(manager, loop=loop, **options)
 
+    shared = True if peers.count > 1 else None
     try:
-        return await loop.create_server(connection, config.host, config.port, backlog=BACKLOG)
+        listeners = [await loop.create_server(connection, config.host, config.port, backlog=BACKLOG, reuse_port=shared)]
     except OSError as error:
         raise cannot_listen(config, error) from None
+    if peers.socket_path:
+        listeners.append(await loop.create_unix_server(connection, peers.socket_path, backlog=BACKLOG))
+    return listeners
 
 
 def cannot_listen(config: ServeConfig, error: OSError) -> ConfigError:
@@ -138,7 +153,7 @@ async def _finish(server: Server, grace_s: float, hurry: asyncio.Event) -> None:
         log.info("finishing %s, for at most %g s; Ctrl-C ends this now", _requests(len(server.calls)), grace_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
-            while server.calls and not hurry.is_set():
+            while (server.calls or server.peers.passing) and not hurry.is_set():
                 await asyncio.sleep(0.02)
     if left := [request_id for call in server.calls for request_id in call.request_ids]:
         log.warning("cancelling %s", _requests(len(left)))
@@ -163,17 +178,20 @@ async def serve(
     client: EngineClient,
     config: ServeConfig,
     *,
-    on_ready: Callable[[str], None] = print_ready,
+    peers: Peers | None = None,
+    on_ready: Callable[[str], object] = print_ready,
+    on_signal: Callable[[int], object] = lambda number: None,
     grace_s: float = GRACE_S,
 ) -> None:
     """Serves until SIGTERM, after which running calls get `grace_s` seconds, or SIGINT, which ends them at once.
 
-    A second signal is like SIGINT. `on_ready` is told the URL with its port.
+    A second signal is like SIGINT. `on_ready` is told the URL with its port, `on_signal` each signal.
     """
     loop = asyncio.get_running_loop()
     stop, hurry = asyncio.Event(), asyncio.Event()
 
-    def on_signal(number: int) -> None:
+    def take(number: int) -> None:
+        on_signal(number)
         if number == signal.SIGINT or stop.is_set():
             hurry.set()
         stop.set()
@@ -181,9 +199,9 @@ async def serve(
     with contextlib.ExitStack() as undo:
         for number in (signal.SIGINT, signal.SIGTERM):
             with contextlib.suppress(NotImplementedError):  # Windows has no such handlers: signals end the process
-                loop.add_signal_handler(number, on_signal, number)
+                loop.add_signal_handler(number, take, number)
                 undo.callback(loop.remove_signal_handler, number)
-        async with listening(frontend, client, config, grace_s=grace_s, hurry=hurry) as url:
+        async with listening(frontend, client, config, peers=peers, grace_s=grace_s, hurry=hurry) as url:
             on_ready(url)
             await stop.wait()
             log.info("shutting down")

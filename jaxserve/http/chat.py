@@ -125,6 +125,7 @@ class ChatAnswer:
             MessageText(conversation.parser(), include_reasoning=body.include_reasoning) for _ in text.sequences
         ]
         self._reasons = server.formats.reasons
+        self._usage_so_far = body.continuous_usage
         tokenizer, as_ids = server.frontend.tokenizer, body.return_tokens_as_token_ids
         self._shapes = LogprobShapes(tokenizer, body.top_logprobs or 0, as_ids=as_ids)
         self._prompt_shapes = None
@@ -196,7 +197,7 @@ class ChatAnswer:
 
     def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
         chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=choices)
-        if self._body.continuous_usage:
+        if self._usage_so_far:
             chunk.usage = self._usage()
         return chunk
 

@@ -123,7 +123,7 @@ class CompletionAnswer:
         """`asked`: the sampling fields that the client gave."""
         params = texts[0].request.params
         self._body, self._texts, self._prompts = body, texts, prompts
-        self._score_only = score_only
+        self._score_only, self._usage_so_far = score_only, body.continuous_usage
         self._n = asked.get("n", 1)
         tokenizer, as_ids = server.frontend.tokenizer, body.return_tokens_as_token_ids
         self._shapes = LogprobShapes(tokenizer, params.logprobs or 0, as_ids=as_ids)
@@ -159,7 +159,7 @@ class CompletionAnswer:
         key = (shown.prompt_index, shown.delta.index)
         choice = self._choice(shown.prompt_index, shown.delta, first=key not in self._begun)
         self._begun.add(key)
-        return event(self._completion([choice], with_usage=self._body.continuous_usage))
+        return event(self._completion([choice], with_usage=self._usage_so_far))
 
     def last(self) -> bytes:
         if not self._body.include_usage:

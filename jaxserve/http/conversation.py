@@ -103,6 +103,9 @@ def _choice(server: Server, tools: Any, tool_choice: Any) -> ToolChoice:
     checked = [] if tools is None else check_tools(tools, ignore_unknown=server.config.ignore_unknown_fields)
     choice = check_tool_choice(tool_choice, checked)
     if choice.tools and server.formats.tools is None:
+        tokenizer = server.frontend.tokenizer
+        if (template := tokenizer.template_for(tools)) is not None:
+            chat.check_takes_tools(tokenizer.template(template))
         message = "it is not known how this model writes tool calls: start the server with --tool-call-parser NAME"
         raise RequestError(message, param="tools")
     return choice
@@ -133,31 +136,41 @@ class Piece:
 
 
 class MessageText:
-    """One sequence. Tokens of text that the parser holds back come with the next piece; none is lost."""
+    """One sequence. Tokens of text that the parser holds back come with the next piece; none is lost.
+
+    Text deltas that are pushed become its own.
+    """
 
     def __init__(self, parser: MessageParser, *, include_reasoning: bool = True):
         self._parser = parser
         self._include_reasoning = include_reasoning
-        self._held = TextDelta(0)
+        self._held: TextDelta | None = None
         self.reasoning_tokens = 0
 
     def push(self, delta: TextDelta) -> Piece:
-        held = self._held
-        held.token_ids += delta.token_ids
-        held.logprobs += delta.logprobs
-        held.offsets += delta.offsets
+        held = delta
+        if self._held:
+            held = self._held
+            held.token_ids += delta.token_ids
+            held.logprobs += delta.logprobs
+            held.offsets += delta.offsets
         message = self._parser.push(delta.text, finished=delta.finish_reason is not None)
         end = self._parser.finish_reason(delta.finish_reason)
         tokens = TextDelta(delta.index, finish_reason=end, stop_reason=delta.stop_reason)
         if message or end:
-            self._release(tokens)
+            self._held = None
+            self._release(held, tokens)
+        else:
+            self._held = held
         if not self._include_reasoning:
             message.reasoning = ""
         return Piece(message, tokens)
 
-    def _release(self, tokens: TextDelta) -> None:
+    def _release(self, held: TextDelta, tokens: TextDelta) -> None:
         """Moves the held tokens; without their reasoning, if that is not asked for."""
-        held, self._held = self._held, TextDelta(0)
+        if not self._parser.has_reasoned:
+            tokens.token_ids, tokens.offsets, tokens.logprobs = held.token_ids, held.offsets, held.logprobs
+            return
         reasoning = [self._parser.is_reasoning(offset) for offset in held.offsets]
         self.reasoning_tokens += sum(reasoning)
         kept = [i for i, hidden in enumerate(reasoning) if self._include_reasoning or not hidden]

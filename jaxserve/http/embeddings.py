@@ -7,7 +7,7 @@ import uuid
 import msgspec
 from aiohttp import web
 
-from jaxserve.errors import DeadlineExceeded, EngineDead, QueueFull
+from jaxserve.errors import DeadlineExceeded, EngineDead, QueueFull, RequestAborted
 from jaxserve.http.generate import Generation, drain, off_loop
 from jaxserve.http.operation import operation
 from jaxserve.http.replies import Embedding, EmbeddingList, EmbeddingUsage
@@ -17,7 +17,7 @@ from jaxserve.http.state import BODY_BYTES, SERVER, Server, read_object
 from jaxserve.request import Request
 
 
-@operation(EmbeddingBody, reply=EmbeddingList, errors=(QueueFull, EngineDead, DeadlineExceeded))
+@operation(EmbeddingBody, reply=EmbeddingList, errors=(QueueFull, RequestAborted, EngineDead, DeadlineExceeded))
 async def embeddings(request: web.Request) -> web.Response:
     """The embedding of each text, from the hidden states of the model; each has length 1."""
     server, arrival_s = request.app[SERVER], time.monotonic()

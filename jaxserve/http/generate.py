@@ -101,7 +101,13 @@ class Generation:
                     continue
                 if delta is None:
                     raise EngineError("the engine ended this request without a result")
-                if shown := await self._push(i, delta):
+                late = delta.index < 0 or text.sequences[delta.index].finished  # told already, or at its end
+                shown = text.push(delta)
+                if shown.stopped:
+                    await self._client.cancel(text.request.request_id, shown.index)
+                if not late:
+                    self._observe(i, delta, shown)
+                if shown:
                     batch.append(Shown(i, shown))
                 unfinished -= text.finished
             if batch:
@@ -112,8 +118,10 @@ class Generation:
     async def _arrivals(self) -> AsyncIterator[list[tuple[int, SequenceDelta | None]]]:
         """Engine deltas of all requests, None at the end of each: a lone stream as it is, several through a queue."""
         if len(self._streams) == 1:
-            async for delta in self._deltas(0):
+            assert (stream := self._streams[0]) is not None, "submitted"
+            async for delta in stream:
                 yield [(0, delta)]
+            yield [(0, None)]
             return
         queue: asyncio.Queue[tuple[int, SequenceDelta | None] | Exception] = asyncio.Queue()
 
@@ -141,25 +149,14 @@ class Generation:
             yield delta
         yield None
 
-    async def _push(self, i: int, delta: SequenceDelta) -> TextDelta:
-        text = self.texts[i]
-        was_finished = delta.index < 0 or text.sequences[delta.index].finished
-        shown = text.push(delta)
-        if shown.stopped:
-            await self._client.cancel(text.request.request_id, shown.index)
-        if not was_finished:
-            self._observe(i, delta, shown)
-        return shown
-
     def _observe(self, i: int, delta: SequenceDelta, shown: TextDelta) -> None:
         now_s = time.monotonic()
         request = self.texts[i].request
         if delta.token_ids:
             last_s = self._last_s.get((i, delta.index))
             if last_s is not None:
-                each_s = (now_s - last_s) / len(delta.token_ids)
-                for _ in delta.token_ids:
-                    self._metrics.inter_token_latency_s.observe(each_s)
+                count = len(delta.token_ids)
+                self._metrics.inter_token_latency_s.observe((now_s - last_s) / count, count)
             elif not any(prompt == i for prompt, _ in self._last_s):
                 self._metrics.time_to_first_token_s.observe(now_s - request.arrival_s)
                 self._metrics.queue_time_s.observe(delta.queue_s)

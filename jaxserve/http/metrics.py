@@ -17,7 +17,9 @@ log = logging.getLogger(__name__)
 @operation(reply=str, content_type="text/plain")
 async def metrics(request: web.Request) -> web.Response:
     """Counters, gauges and histograms for Prometheus."""
-    body = request.app[SERVER].metrics.text()
+    server = request.app[SERVER]
+    others = [each.decode() for each in await server.peers.ask(request)]
+    body = server.metrics.text(others)
     return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from jaxserve.errors import NotFound, QueueFull
 from jaxserve.http.response_replies import Response
 from jaxserve.request import short
+from jaxserve.shapes import ceil_div
 
 EVENTS_TTL_S = 300.0  # for which the events of a background stream can be had again after its end
 
@@ -69,10 +70,14 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """At most `size` responses, each for `ttl_s` seconds after its end; the oldest makes room for a new one."""
+    """At most `size` responses, each for `ttl_s` seconds after its end; the oldest makes room for a new one.
 
-    def __init__(self, size: int, ttl_s: float):
+    Of several `processes` of a server, to which the kernel deals out the calls, each keeps its share.
+    """
+
+    def __init__(self, size: int, ttl_s: float, *, processes: int = 1):
         self.size = size
+        self._share = ceil_div(size, processes)
         self._ttl_s = ttl_s
         self._stored: dict[str, StoredResponse] = {}  # in the order in which they came
 
@@ -93,8 +98,8 @@ class ResponseStore:
 
     def add_running(self, stored: StoredResponse) -> None:
         """Keeps a response that runs in the background; call `finish` at its end. Raises QueueFull."""
-        if sum(each.running for each in self._stored.values()) >= self.size:
-            raise QueueFull(f"{self.size} responses already run in the background (--response-store-size)")
+        if sum(each.running for each in self._stored.values()) >= self._share:
+            raise QueueFull(f"{self._share} responses already run in the background (--response-store-size)")
         self._add(stored)
 
     def add_finished(self, stored: StoredResponse) -> None:
@@ -103,7 +108,7 @@ class ResponseStore:
 
     def _add(self, stored: StoredResponse) -> None:
         finished = [each for each in self._stored.values() if not each.running]
-        for oldest in finished[: max(len(self._stored) + 1 - self.size, 0)]:
+        for oldest in finished[: max(len(self._stored) + 1 - self._share, 0)]:
             self.remove(oldest)
         self._stored[stored.response.id] = stored
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import uuid
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -52,9 +51,11 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     server, arrival_s = request.app[SERVER], time.monotonic()
     body, sampling = server.parse(ResponseBody, await read_object(request))
     keep = _check_store(server, body)
+    if (number := server.peers.keeper(request, body.previous_response_id)) is not None:
+        return await server.peers.pass_on(request, number)
     params = make_params(server, body, sampling)
     before = _previous(server, body, request.get(OWNER, NOBODY))
-    response_id = request[CALL_ID] = f"resp_{uuid.uuid4().hex}"
+    response_id = request[CALL_ID] = server.peers.new_response_id()
     size_chars = (before.size_chars if before else 0) + request[BODY_BYTES]
     work = max(size_chars, LONG_TEXT_CHARS if body.may_have_grammar else 0)  # checking a grammar takes time
     made = await off_loop(work, _prepare, server, response_id, body, params, before, arrival_s)
@@ -218,10 +219,12 @@ def _ready(
 
 
 @operation(InputTokensBody, reply=InputTokens)
-async def count_input_tokens(request: web.Request) -> web.Response:
+async def count_input_tokens(request: web.Request) -> web.StreamResponse:
     """The tokens of the prompt that a response with these fields would have."""
     server = request.app[SERVER]
     body, _ = server.parse(InputTokensBody, await read_object(request))
+    if (number := server.peers.keeper(request, body.previous_response_id)) is not None:
+        return await server.peers.pass_on(request, number)
     before = _previous(server, body, request.get(OWNER, NOBODY))
     size_chars = (before.size_chars if before else 0) + request[BODY_BYTES]
     return _json(InputTokens(await off_loop(size_chars, _count, server, body, before)))

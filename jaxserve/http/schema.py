@@ -21,6 +21,7 @@ from jaxserve.frontend import Truncation
 from jaxserve.parsers import tool_choice_schema, tools_schema
 from jaxserve.request import (
     GREEDY_BELOW,
+    KINDS,
     MAX_LOGPROBS,
     SamplingParams,
     StructuredOutputsParams,
@@ -598,7 +599,7 @@ def check_conflicts(cls: type[Body], given: Mapping[str, Any]) -> None:
         pairs = ((conflict.field, conflict.limits), (conflict.other, conflict.other_limits))
         values = [given.get(name, specs[name].default) for name, _ in pairs]
         if all(within(value, limits) for value, (_, limits) in zip(values, pairs, strict=True)):
-            value, other_value = (short(v).lower() if isinstance(v, bool) else short(v) for v in values)
+            value, other_value = map(short, values)
             if conflict.needs:
                 raise RequestError(f"{conflict.field}={value} needs {conflict.needs}", param=conflict.field)
             raise RequestError(
@@ -630,7 +631,7 @@ def _known_fields(cls: type[Body], raw: dict[str, Any], ignore_unknown: bool) ->
 def _check_unsupported(name: str, value: Any, harmless: tuple) -> None:
     if value is None or any(value == each and type(value) is type(each) for each in harmless):
         return
-    but = f"; it may be {' or '.join(map(repr, harmless))}" if harmless else ""
+    but = f"; it may be {' or '.join(map(short, harmless))}" if harmless else ""
     raise RequestError(f"{name} is not supported yet{but}, got {short(value)}", param=name)
 
 
@@ -654,8 +655,8 @@ def split_prompts(prompt: str | list, field: str = "prompt", limit: int = MAX_PR
     if kinds == {int}:
         return [prompt]
     if kinds not in ({str}, {list}):
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        message = f"{field} must be a text, a list of token ids, or a list of either; got a list of {names}"
+        given = " and ".join(sorted(KINDS[kind] for kind in kinds))
+        message = f"{field} must be a text, a list of token ids, or a list of either; got a list with {given} in it"
         raise RequestError(message, param=field)
     if len(prompt) > limit:
         raise RequestError(f"{field} takes at most {limit} entries, got {len(prompt)}", param=field)

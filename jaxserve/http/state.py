@@ -12,6 +12,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import NotFound, PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
 from jaxserve.frontend import Frontend
 from jaxserve.http import schema
+from jaxserve.http.peers import Peers
 from jaxserve.http.response_store import ResponseStore
 from jaxserve.metrics import Metrics
 from jaxserve.parsers import Formats
@@ -32,6 +33,7 @@ class Server:
 
     formats: how the model writes tool calls and reasoning
     responses: what /v1/responses keeps
+    peers: the other HTTP processes of the same server
     calls: those that are open
     closing: tasks that cancel what calls left behind
     reading: connections with a call whose body is still on its way
@@ -44,6 +46,7 @@ class Server:
     model_names: Sequence[str]
     formats: Formats
     responses: ResponseStore
+    peers: Peers
     started: int = field(default_factory=lambda: int(time.time()))
     calls: set[Call] = field(default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)

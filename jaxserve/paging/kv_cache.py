@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 
+from jaxserve.config import size_text
 from jaxserve.errors import DoesNotFit
 from jaxserve.shapes import ceil_div
 
@@ -27,7 +28,7 @@ class PoolSize:
     def __str__(self) -> str:
         return (
             f"KV cache: {self.num_pages - 1} pages of {self.page_size} tokens = {self.num_tokens} tokens "
-            f"({self.num_pages * self.page_bytes / GiB:.2f} GiB); {self.num_tokens / self.max_model_len:.1f} sequences "
+            f"({size_text(self.num_pages * self.page_bytes)}); {self.num_tokens / self.max_model_len:.1f} sequences "
             f"of max_model_len {self.max_model_len} fit"
         )
 
@@ -44,8 +45,8 @@ def size_pool(
     longest = max(num_pages - 1, 0) * page_size
     if longest < 2:
         raise DoesNotFit(
-            f"the KV cache needs 2 pages of {page_bytes} bytes at least and there are {max(budget_bytes, 0)} bytes: "
-            "give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization, or use a smaller model",
+            f"the KV cache needs 2 pages of {size_text(page_bytes)} at least and {size_text(max(budget_bytes, 0))} are "
+            "left: give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization, or use a smaller model",
             param="gpu_memory_utilization",
         )
     if max_model_len is None:
@@ -55,8 +56,8 @@ def size_pool(
     need = (ceil_div(max_model_len, page_size) + 1) * page_bytes
     if need > num_pages * page_bytes:
         raise DoesNotFit(
-            f"one sequence of --max-model-len {max_model_len} needs {need / GiB:.2f} GiB of KV cache and there are "
-            f"{budget_bytes / GiB:.2f} GiB; the longest that fits is {longest}: pass --max-model-len {longest} "
+            f"one sequence of --max-model-len {max_model_len} needs {size_text(need)} of KV cache and "
+            f"{size_text(budget_bytes)} are left; the longest that fits is {longest}: pass --max-model-len {longest} "
             "(or auto), or give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization",
             param="max_model_len",
         )

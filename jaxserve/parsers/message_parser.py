@@ -43,6 +43,11 @@ class MessageParser:
             return "tool_calls"
         return reason
 
+    @property
+    def has_reasoned(self) -> bool:
+        """Whether any of it so far is reasoning."""
+        return bool(self._message.reasoning_spans)
+
     def is_reasoning(self, at: int) -> bool:
         """Whether the character `at` of the output belongs to the reasoning, marks included."""
         return any(begin <= at < end for begin, end in self._message.reasoning_spans)

@@ -395,5 +395,10 @@ def make_engine(tokenizer: Tokenizer) -> Callable[..., FakeEngine]:
 
 
 @pytest.fixture
+def make_api() -> type[Api]:
+    return Api
+
+
+@pytest.fixture
 def engine_error() -> EngineError:
     return EngineError("page 7 is on fire")

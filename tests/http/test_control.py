@@ -137,6 +137,7 @@ async def test_bad_options(api, path, param):
 async def test_options_in_a_body_are_not_ignored(api):
     for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache"):
         assert "in the URL" in (await api.error(path, {"level": 2}))["message"]
+        assert (await api.call(path, {}))[0] == 200, "an empty object asks for nothing"
 
 
 @pytest.mark.parametrize("stream", [False, True])

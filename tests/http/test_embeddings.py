@@ -1,5 +1,6 @@
 """POST /v1/embeddings against a stand-in engine: [pooled token ids, 1, 0, 2], which the route makes as long as 1."""
 
+import asyncio
 import base64
 
 import numpy as np
@@ -60,6 +61,8 @@ async def test_fewer_dimensions_of_a_model_that_was_trained_for_it(api):
         ({"input": ["a", ""]}, "input.1"),
         ({"input": ["a", [5]]}, "input"),
         ({"input": [[]]}, "input"),
+        ({"input": [None]}, "input"),
+        ({"input": [[5], [None]]}, "input.1"),
         ({"input": [[5], [-1]]}, "input.1"),
         ({"input": {"a": 1}}, "input"),
         ({"input": ["a"] * 2049}, "input"),
@@ -72,8 +75,22 @@ async def test_fewer_dimensions_of_a_model_that_was_trained_for_it(api):
     ],
 )
 async def test_bad_bodies(api, body, param):
-    assert (await api.error(PATH, body))["param"] == param
+    error = await api.error(PATH, body)
+    assert error["param"] == param and "None" not in error["message"]
 
 
 async def test_an_unknown_model(api):
     assert (await api.error(PATH, {"input": "a", "model": "zz"}, 404))["param"] == "model"
+
+
+async def test_one_that_is_aborted_ends_with_an_error_of_its_own(api, caplog):
+    """A completion says finish_reason "abort", for which an embedding has no place; it is no failure of the server."""
+    api.engine.gate.clear()
+    asking = asyncio.create_task(api.error(PATH, {"input": [[5, 6], [7]]}, 499))
+    async with asyncio.timeout(5):
+        while len(api.engine.open) < 2:
+            await asyncio.sleep(0.002)
+    assert (await api.ok("/abort_requests", {}))["aborted"] == 1
+    assert (await asking)["type"] == "RequestAbortedError"
+    await api.settled()
+    assert not caplog.records

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 
@@ -43,6 +44,8 @@ BAD_FIELDS = [
     ({"stop": list("abcdefghijklmnopq")}, "stop"),
     ({"stop": ["x" * 5000]}, "stop"),
     ({"stop": [1]}, "stop"),
+    ({"stop": [None]}, "stop"),
+    ({"logit_bias": {"5": None}}, "logit_bias[5]"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [10**6]}, "stop_token_ids"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids"),
@@ -110,6 +113,9 @@ BAD_COMPLETIONS = [
     ({"prompt": [10**40]}, "prompt"),
     ({"prompt": [1.5]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
+    ({"prompt": [None]}, "prompt"),
+    ({"prompt": ["a", None]}, "prompt"),
+    ({"prompt": [[1], [None]]}, "prompt.1"),
     ({"prompt": {"text": "a"}}, "prompt"),
     ({"prompt": ["a", [1]]}, "prompt"),
     ({"prompt": [[1], ["a"]]}, "prompt.1"),
@@ -136,6 +142,9 @@ BAD_CHATS = [
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
     ({"messages": ["hi"]}, "messages.0"),
+    ({"messages": [None]}, "messages.0"),
+    ({"messages": [[None, True]]}, "messages.0"),
+    ({"messages": [{"role": "user", "content": [None]}]}, "messages.0.content.0"),
     ({"messages": [{"content": "hi"}]}, "messages.0.role"),
     ({"messages": [{"role": "robot", "content": "hi"}]}, "messages.0.role"),
     ({"messages": [{"role": ["user"], "content": "hi"}]}, "messages.0.role"),
@@ -170,6 +179,8 @@ BAD_CHATS = [
     ({"prompt": "hi"}, "prompt"),
 ]
 
+PYTHONS_WORDS = re.compile(r"\b(None|NoneType|True|False)\b")  # clients wrote JSON: null, true, false
+
 
 def _name(value: object) -> str:
     return json.dumps(value)[:50]
@@ -186,7 +197,20 @@ async def test_bad_completions(api, fields, param):
         error = await api.error(TEXT, {"model": "m", "prompt": "hi", **each})
         assert error["param"] == param and error["type"] == "BadRequestError"
         assert param.split(".")[0] in error["message"]
+        assert not PYTHONS_WORDS.search(error["message"]), error["message"]
     assert not api.engine.requests, "a bad call reached the engine"
+
+
+async def test_too_many_stop_ids_are_told_the_limit_why_and_what_to_do(api):
+    await api.ok(TEXT, {"prompt": "a", "stop_token_ids": list(range(5, 61))})
+    error = await api.error(TEXT, {"prompt": "a", "stop_token_ids": list(range(5, 62))})
+    assert error["param"] == "stop_token_ids" and "at most 56 entries, got 57: " in error["message"]
+    assert "keeps 64 ids" in error["message"] and "stop strings" in error["message"]
+
+
+async def test_a_message_of_no_parts_is_told_that_it_is_empty(api):
+    error = await api.error(CHAT, {"messages": [{"role": "user", "content": []}]})
+    assert error["message"] == 'messages.0.content may not be an empty list; an empty text is ""'
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD_FIELDS + BAD_CHATS, ids=_name)
@@ -194,6 +218,7 @@ async def test_bad_chats(api, fields, param):
     for each in modes(fields):
         error = await api.error(CHAT, {"model": "m", "messages": USER, **each})
         assert error["param"] == param and error["type"] == "BadRequestError"
+        assert not PYTHONS_WORDS.search(error["message"]), error["message"]
     assert not api.engine.requests, "a bad call reached the engine"
 
 

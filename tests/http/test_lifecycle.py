@@ -70,6 +70,24 @@ async def test_a_client_that_goes_away_leaves_the_queue(start, make_engine, stre
         await first
 
 
+async def test_a_half_closed_client_counts_as_gone(api):
+    """Its FIN is that of one that closed: an answer whose reader may be gone is not generated to its end."""
+    host, port = api.url.removeprefix("http://").split(":")
+    api.engine.gate.clear()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(LONG).encode()
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    async with asyncio.timeout(5):
+        while not api.engine.open:
+            await asyncio.sleep(0.002)
+        writer.write_eof()
+        assert await reader.read() == b""
+    await api.settled()
+    assert api.engine.cancelled
+    writer.close()
+
+
 async def test_a_client_that_goes_away_while_it_submits(api, monkeypatch):
     submit = api.engine.submit
 

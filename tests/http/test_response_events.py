@@ -26,6 +26,8 @@ ONE_END = ("response.completed", "response.incomplete", "response.failed")
 class Script:
     """A parser that has one message delta per piece of text, whatever the text."""
 
+    has_reasoned = False
+
     def __init__(self, deltas: list[MessageDelta]):
         self._deltas = iter(deltas)
 

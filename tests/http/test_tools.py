@@ -429,12 +429,18 @@ async def test_a_schema_that_no_grammar_needs_is_not_refused(api):
 
 
 async def test_a_model_that_is_not_known_to_call_says_how_to_make_it_known(serving):
-    async with serving(PLAIN) as api:
+    async with serving(PLAIN + "{% if tools %}{{ tools | tojson }}{% endif %}") as api:
         error = await api.error(CHAT, {"messages": USER, "tools": TOOLS})
         assert error["param"] == "tools" and "--tool-call-parser" in error["message"]
         await api.ok(CHAT, {"messages": USER, "tools": TOOLS, "tool_choice": "none", "max_tokens": 1})
-    async with serving(PLAIN, tool_call_parser="hermes") as api:
-        assert "template takes no tools" in (await api.error(CHAT, {"messages": USER, "tools": TOOLS}))["message"]
+
+
+@pytest.mark.parametrize("parser", ["auto", "none", "hermes"])
+async def test_a_template_without_tools_says_so_and_names_no_option_that_would_not_help(serving, parser):
+    async with serving(PLAIN, tool_call_parser=parser) as api:
+        error = await api.error(CHAT, {"messages": USER, "tools": TOOLS})
+        assert error["param"] == "tools" and "template takes no tools" in error["message"]
+        assert "--tool-call-parser" not in error["message"] and "--chat-template" in error["message"]
 
 
 async def test_tokenize_counts_tools(api):

@@ -6,9 +6,16 @@ from jaxserve.errors import DoesNotFit
 from jaxserve.paging.kv_cache import size_pool
 
 
-@pytest.mark.parametrize("budget_bytes", [-5, 0, 1, 16 * 100, 2 * 16 * 100 - 1])
-def test_too_little_for_one_page_names_need_have_and_both_options(budget_bytes: int):
+@pytest.mark.parametrize(
+    ("budget_bytes", "have"), [(-5, "0 bytes"), (0, "0 bytes"), (1, "1 bytes"), (16 * 100, "1.56 KiB")]
+)
+def test_too_little_for_one_page_names_need_have_and_both_options(budget_bytes: int, have: str):
     with pytest.raises(DoesNotFit) as caught:
         size_pool(budget_bytes, page_size=16, bytes_per_token=100, max_model_len=None, model_max_len=64)
-    for word in ("2 pages of 1600 bytes", f" {max(budget_bytes, 0)} bytes:", "--kv-cache-memory-bytes"):
+    for word in ("2 pages of 1.56 KiB", f" {have} are left:", "--kv-cache-memory-bytes"):
         assert word in caught.value.message
+
+
+def test_a_sequence_that_is_too_long_is_told_sizes_in_a_unit_that_shows_them():
+    with pytest.raises(DoesNotFit, match=r"needs 2\.03 MiB of KV cache and 1\.00 MiB are left"):
+        size_pool(2**20, page_size=16, bytes_per_token=2**10, max_model_len=2064, model_max_len=4096)
