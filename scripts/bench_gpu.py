@@ -4,7 +4,7 @@
 
 Parts; each takes minutes, and what an earlier call has left in DIR is printed along:
     server      `jaxserve serve` to the first 200 of /health, with an empty compile cache if it is the first part, and
-                again; streaming completions by `jaxserve bench serve` on the same machine, at concurrency 1, 64 and 256.
+                again; streaming completions by `jaxserve bench serve` on the same machine, at concurrency 1, 64, 256.
                 All with one seed, as vLLM's figures: a quarter of the prompts at 256 have been sent before. And once
                 more with prompts that are all new
     offline     `jaxserve bench throughput`, 256 and 1,024 requests
@@ -55,6 +55,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
+    parser.add_argument("--api-server-count", default="1", metavar="N", help="HTTP processes (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "jaxserve-bench", metavar="DIR")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -84,7 +85,7 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     cache = Path(os.environ["JAXSERVE_CACHE_DIR"])
     empty = not any(cache.iterdir())
-    with server(cache, args.engine) as (url, seconds):
+    with server(cache, [*args.engine, "--api-server-count", args.api_server_count]) as (url, seconds):
         if empty:
             figures["start, cold s"] = seconds
         for concurrency in REQUESTS:
