@@ -12,6 +12,7 @@ from collections.abc import Callable
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import ServeConfig
 from jaxserve.engine_process import EngineProcess, start_engine
+from jaxserve.errors import EngineDead
 from jaxserve.frontend import Frontend
 from jaxserve.http.app import serve as serve_http
 from jaxserve.http_process import HttpProcesses, run, yield_to_the_engine
@@ -55,6 +56,7 @@ async def _serve(config: ServeConfig) -> int:
         if not http.done():
             reason = f"the engine process ended with code {dying.result()}" if dying.done() else others.crashed.result()
             log.error("%s: shutting down", reason)
+            engine.client.die(EngineDead(reason))  # tells this process's clients; nothing new if the engine has ended
             others.engine_ended(reason)
             http.cancel()
             with contextlib.suppress(asyncio.CancelledError):

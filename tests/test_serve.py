@@ -344,7 +344,23 @@ async def test_several_http_processes_are_one_server(tmp_path: Path):
 async def test_an_http_process_that_ends_ends_the_server(tmp_path: Path):
     async with serving(tmp_path, "--enforce-eager", *SEVERAL) as server:
         children = server.children()
+
+        async def status(i: int) -> int | None:
+            try:
+                async with aiohttp.ClientSession() as session:
+                    request = body(i, max_tokens=190, stream=False)
+                    async with session.post(f"{server.url}/v1/completions", json=request) as answer:
+                        return answer.status
+            except aiohttp.ClientError:
+                return None  # it was with the one that is killed
+
+        asking = [asyncio.create_task(status(i)) for i in range(12)]
+        async with aiohttp.ClientSession() as session:
+            while await (await session.get(f"{server.url}/load")).json() != {"server_load": 12}:
+                await asyncio.sleep(0.01)
         os.kill(children[-1], signal.SIGKILL)
+        told = {await one for one in asking}
+        assert 503 in told and told <= {503, None}, "clients of the others are told"
         assert await server.wait_until_ended() == 1
         assert "HTTP process 3 of 3 ended with code -9: shutting down" in server.log()
         assert "Traceback" not in server.log() and not any(map(is_running, children))

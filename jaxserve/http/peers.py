@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from jaxserve.errors import EngineDead
 from jaxserve.http.request_id import CALL_ID, HEADER
+from jaxserve.http.state import read_body
 
 ASK_S = 5.0  # that another process gets to answer for itself
 # Headers of one connection, or of how a body is sent on it.
@@ -67,14 +68,15 @@ class Peers:
         """
         if self.count == 1 or _is_of_peer(request):
             return []
-        body, headers = await request.read() or None, _headers(request.headers)
+        body, headers = await _body_of(request), _headers(request.headers)
+        method = "GET" if request.method == "HEAD" else request.method  # what is asked for is what they would say
         others = [number for number in range(self.count) if number != self.number]
 
         async def one(number: int) -> bytes:
             try:
                 async with asyncio.timeout(ASK_S):
                     session = self._session(number)
-                    async with session.request(request.method, request.path_qs, headers=headers, data=body) as answer:
+                    async with session.request(method, request.path_qs, headers=headers, data=body) as answer:
                         answer.raise_for_status()
                         return await answer.read()
             except (aiohttp.ClientError, TimeoutError):
@@ -108,13 +110,12 @@ class Peers:
     async def pass_on(self, request: web.Request, number: int) -> web.StreamResponse:
         """The answer of another process, as it comes. Raises EngineDead if there is none."""
         gone = EngineDead(f"HTTP process {number + 1} of {self.count}, which keeps this response, does not answer")
-        body = await request.read()
-        headers = _headers(request.headers)
+        body, headers = await _body_of(request), _headers(request.headers)
         self.passing += 1
         try:
             session = self._session(number)
             try:
-                answer = await session.request(request.method, request.path_qs, headers=headers, data=body or None)
+                answer = await session.request(request.method, request.path_qs, headers=headers, data=body)
             except aiohttp.ClientError:  # not to be taken for one of our client's
                 raise gone from None
             async with answer:
@@ -143,6 +144,11 @@ def pass_on_middleware(peers: Peers) -> Middleware:
         return await handler(request)
 
     return pass_on
+
+
+async def _body_of(request: web.Request) -> bytes | None:
+    """What of a body is to be passed on: that of a POST. Raises what read_body raises."""
+    return await read_body(request) or None if request.method == "POST" else None
 
 
 def _is_of_peer(request: web.Request) -> bool:

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
@@ -12,11 +12,13 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import NotFound, PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
 from jaxserve.frontend import Frontend
 from jaxserve.http import schema
-from jaxserve.http.peers import Peers
 from jaxserve.http.response_store import ResponseStore
 from jaxserve.metrics import Metrics
 from jaxserve.parsers import Formats
 from jaxserve.request import EngineClient, short
+
+if TYPE_CHECKING:
+    from jaxserve.http.peers import Peers  # which reads bodies as this does
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +48,7 @@ class Server:
     model_names: Sequence[str]
     formats: Formats
     responses: ResponseStore
-    peers: Peers
+    peers: "Peers"
     started: int = field(default_factory=lambda: int(time.time()))
     calls: set[Call] = field(default_factory=set)
     closing: set[asyncio.Task] = field(default_factory=set)
@@ -81,17 +83,22 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         raise UnsupportedMediaType(f"the Content-Type must be application/json, got {given}")
     if (encoding := request.headers.get("Content-Encoding", "identity").lower()) not in ENCODINGS:
         raise UnsupportedMediaType(f"the Content-Encoding must be one of {', '.join(ENCODINGS)}, got {short(encoding)}")
+    body = await read_body(request)
+    request[BODY_BYTES] = len(body)  # not content_length: a chunked body has none
+    return schema.decode_object(body)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """What was sent, decoded. Raises PayloadTooLarge, RequestTimeout, RequestError."""
     limit = request.client_max_size
     if (size := request.content_length or 0) > limit:
         raise PayloadTooLarge(f"the request body has {size} bytes; the limit is {limit} bytes (--max-body-bytes)")
     reading = request.app[SERVER].reading
     reading.add(request.protocol)
     try:
-        body = await _read(request)
+        return await _read(request)
     finally:
         reading.discard(request.protocol)
-    request[BODY_BYTES] = len(body)  # not content_length: a chunked body has none
-    return schema.decode_object(body)
 
 
 async def _read(request: web.Request) -> bytes:

@@ -95,6 +95,22 @@ async def test_load_and_aborts_are_those_of_the_server(both, asked):
     assert await load(both[asked]) == 0
 
 
+async def test_a_head_call_and_bodies_that_mean_nothing_or_cannot_be_decoded(both):
+    async with both[0].session.head(both[0].url + "/load") as response:
+        assert response.status == 200 and int(response.headers["Content-Length"]) > 0
+    kept = f"{RESPONSES}/resp_1_{'0' * 32}"
+    for method, path, status in (
+        ("GET", "/metrics", 200), ("GET", kept, 404), ("POST", "/abort_requests", 400), ("POST", f"{kept}/cancel", 400),
+    ):  # fmt: skip
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.request(method, both[0].url + path, data=b"zz", headers=headers) as response,
+        ):
+            assert response.status == status
+            assert status != 400 or "cannot be decoded" in (await response.json())["error"]["message"]
+
+
 async def test_metrics_are_those_of_the_server(both):
     for i in (0, 0, 1):
         await both[i].ok(TEXT, {"prompt": "hi", "max_tokens": 3, "ignore_eos": True})
