@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.ops import resolve_backend
 from jaxserve.programs import Kind, Programs
 from jaxserve.request import Request, SamplingParams
 from jaxserve.shapes import Bucket
+from jaxserve.sharding import mesh_of
 
 LAYERS, SLOTS, PAGES, MAX_MODEL_LEN = 2, 64, 2048, 131072
 DECODE, MIXED = Bucket(0, SLOTS, 0), Bucket(512, SLOTS, 16)
@@ -33,7 +34,8 @@ def programs(tpu_chip) -> Programs:
     chip = tpu_chip("v5e")
     made = resolve_deployment(EngineConfig(max_num_seqs=SLOTS), hf, chip.platform, chip.device_kind)
     made = replace(made, buckets=(DECODE, MIXED))
-    return Programs(model_shapes(made.model, made.dtype), made, chip)
+    mesh = mesh_of([chip])
+    return Programs(model_shapes(made.model, made.dtype, mesh), made, mesh)
 
 
 @pytest.mark.tpu_aot
