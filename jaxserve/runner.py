@@ -97,18 +97,17 @@ class Runner:
     def __init__(self, config: EngineConfig, loaded: LoadedModel, programs: Programs):
         self._loaded, self._programs, self._model = loaded, programs, programs.model
         self._weights = jax.tree.leaves(loaded.params)
-        self._num_slots = programs.num_slots
+        self._num_slots, mesh = programs.num_slots, programs.mesh
         self._packer = Packer(programs.layouts, self._num_slots - 1)
         self._ready: dict[Key, list[Program]] = {}  # the last one that ran comes first
         self._compiles = _CompileCounter()
         self._device = ThreadPoolExecutor(1, "device")
         self._flags = [0] * self._num_slots
         self.pool = programs.size_pool(config, self._free_bytes)
-        log.info("%s", self.pool)
+        log.info("%s%s", self.pool, f", on each of {mesh.size} devices" if mesh.size > 1 else "")
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
         if not config.enforce_eager:
             self._warm_up()  # while memory is free: XLA tries kernels out
-        mesh = programs.mesh
         new_kv = on_each(lambda: programs.new_kv(self.pool.num_pages), mesh, (), KV_PAGES)
         self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
         self._kv = self._make_kv()
