@@ -20,7 +20,7 @@ DEMO_MODEL = "demo"  # MODEL of `jaxserve serve` without one: SmolLM2-135M-Instr
 
 # Options that people bring from vLLM and that jaxserve does not have, so that they are refused by name.
 NOT_YET = frozenset(
-    "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel quantization kv_cache_dtype "
+    "pipeline_parallel_size data_parallel_size enable_expert_parallel quantization kv_cache_dtype "
     "trust_remote_code enable_lora lora_modules max_loras max_lora_rank speculative_config speculative_model "
     "num_speculative_tokens swap_space cpu_offload_gb ssl_keyfile ssl_certfile limit_mm_per_prompt rope_scaling "
     "hf_overrides distributed_executor_backend".split()
@@ -142,7 +142,11 @@ class EngineConfig:
         0.9, "share of a GPU's memory that jaxserve may take", group="memory", gt=0, le=1
     )
     kv_cache_memory_bytes: int | None = option(
-        None, "size of the KV cache, e.g. 8GiB; wins over the share", group="memory", parse=parse_size, gt=0
+        None,
+        "size of the KV cache on each device, e.g. 8GiB; wins over the share",
+        group="memory",
+        parse=parse_size,
+        gt=0,
     )
     page_size: int | None = option(
         None,
@@ -184,6 +188,12 @@ class EngineConfig:
     )
     request_timeout: float | None = option(
         None, "seconds after which a request ends with an error (if not given: never)", group="scheduling", gt=0
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "devices of this host to spread the model over; each holds a part of the weights and of the KV cache",
+        group="execution",
+        ge=1,
     )
     attention_backend: str = option(
         "auto",

@@ -14,6 +14,7 @@ from jaxserve.models.base import ModelConfig
 from jaxserve.models.registry import resolve
 from jaxserve.pallas_kernels.ops import Backend, resolve_backend
 from jaxserve.shapes import Bucket, make_buckets
+from jaxserve.sharding import shard_of
 
 DEFAULTS: dict[str, dict[str, Any]] = {  # of options left open, by platform
     "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 160},
@@ -42,6 +43,7 @@ class Deployment:
 def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: str, device_kind: str) -> Deployment:
     """What `config` asks for, of a model with this config.json. Raises ConfigError if it cannot be honoured."""
     model, _ = resolve(hf)
+    shard = shard_of(model, config.tensor_parallel_size)
     _check_max_model_len(config.max_model_len, model.max_model_len)
     dtype, max_num_seqs, budget, mixed = _resolve_choices(config, platform)
     backend = resolve_backend(
@@ -50,7 +52,7 @@ def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: st
         device_kind,
         dtype=dtype,
         head_dim=model.head_dim,
-        group=model.num_heads // model.num_kv_heads,
+        group=shard.num_heads // shard.num_kv_heads,
     )
     page_size = config.page_size or backend.default_page_size
     if page_size not in backend.page_sizes:

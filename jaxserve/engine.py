@@ -41,25 +41,28 @@ class Engine:
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint | None = None, *, checks: bool = False):
         started = time.monotonic()
-        device = _start_jax(config.gpu_memory_utilization)
+        devices = _start_jax(config.gpu_memory_utilization, config.tensor_parallel_size)
         from jaxserve.deployment import resolve_deployment
         from jaxserve.models.loading import LoadedModel, load_model
         from jaxserve.programs import Programs
         from jaxserve.runner import Runner
+        from jaxserve.sharding import mesh_of
 
         checkpoint = checkpoint or Checkpoint.open(config)
+        device, mesh = devices[0], mesh_of(devices)
         deployment = resolve_deployment(config, checkpoint.config, device.platform, device.device_kind)
         model, max_num_seqs = deployment.model, deployment.max_num_seqs
 
         def load() -> LoadedModel:
-            return load_model(checkpoint, model, deployment.dtype, load_format=config.load_format, seed=config.seed)
+            how = {"load_format": config.load_format, "seed": config.seed}
+            return load_model(checkpoint, model, deployment.dtype, mesh=mesh, **how)
 
         loaded = load()
         log.info(
-            "weights: %s, %s of %s on %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.dtype,
-            device.device_kind, time.monotonic() - started,
+            "weights: %s, %s of %s on %d x %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.dtype,
+            mesh.size, device.device_kind, time.monotonic() - started,
         )  # fmt: skip
-        self._runner = Runner(config, loaded, Programs(loaded, deployment, device))
+        self._runner = Runner(config, loaded, Programs(loaded, deployment, mesh))
         self.info = EngineInfo(
             model=config.model,
             vocab_size=model.vocab_size,
@@ -342,17 +345,22 @@ def _unpack_logprobs(row: np.ndarray, token_id: int, count: int) -> TokenLogprob
     )
 
 
-def _start_jax(memory_share: float) -> Any:
-    """The first device. Of a GPU's memory JAX takes `memory_share`, or a line of the log says that it does not."""
+def _start_jax(memory_share: float, num_devices: int = 1) -> list[Any]:
+    """The first so many devices. Of a GPU's memory JAX takes `memory_share`, or a line of the log says it does not.
+
+    Raises ConfigError if there are fewer devices.
+    """
     import jax
     from jax._src.xla_bridge import backends_are_initialized  # what no public name tells
 
     in_force, who = set_memory_share(memory_share, started=backends_are_initialized())
     _use_compile_cache(jax)
-    device = jax.local_devices()[0]
-    if device.platform == "gpu" and in_force != memory_share:
+    from jaxserve.sharding import devices
+
+    found = devices(num_devices)
+    if found[0].platform == "gpu" and in_force != memory_share:
         log.warning("--gpu-memory-utilization %g is not in force, but %g: %s", memory_share, in_force, who)
-    return device
+    return found
 
 
 def _use_compile_cache(jax: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 
 from jaxserve import step_cache
 from jaxserve.config import EngineConfig
@@ -24,6 +24,7 @@ from jaxserve.paging.kv_cache import GiB, PoolSize, size_pool
 from jaxserve.pallas_kernels.reference import KVPages
 from jaxserve.sampling_inputs import empty_extras
 from jaxserve.shapes import Bucket, ceil_div, coarse
+from jaxserve.sharding import KV_PAGES, WHOLE, arrays, is_here, on_each, place, spec_at
 from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, PackedLayout, row_columns
 from jaxserve.step import build_draw, build_forward, build_plain
 
@@ -66,14 +67,17 @@ class Signature(NamedTuple):
 class Programs:
     """Every program of a deployment.
 
-    `loaded` may hold shapes in place of weights. `device` is of this host or of a topology that is only compiled for.
+    `loaded` may hold shapes in place of weights. `mesh` is of this host or of a topology that is only compiled for; the
+    weights are on it. `model` is what each of its devices runs.
     """
 
-    def __init__(self, loaded: LoadedModel, deployment: Deployment, device: Any):
-        self.deployment, self.model, self.backend = deployment, deployment.model, deployment.backend
+    def __init__(self, loaded: LoadedModel, deployment: Deployment, mesh: Mesh):
+        self.deployment, self.model, self.backend = deployment, loaded.config, deployment.backend
         self._graphdef = loaded.graphdef
-        self._params = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), loaded.params)
-        self._device = device
+        self._params = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), loaded.params
+        )
+        self.mesh, self._device = mesh, mesh.devices.flat[0]
         self._dtype = jnp.dtype(deployment.dtype)
         self.num_slots = deployment.max_num_seqs + 1  # the last one is the trash slot
         # On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step.
@@ -177,26 +181,26 @@ class Programs:
         else:
             build = build_plain if kind is Kind.PLAIN else build_forward
             function = build(self._graphdef, self.layouts[size], self.backend)
-        weights, updated, held, rest, _ = self.signature(key, num_pages, max_model_len)
+        weights, updated, held, rest, results = self.signature(key, num_pages, max_model_len)
         shapes, tree = jax.tree.flatten((weights, updated, held, rest))
-        place = SingleDeviceSharding(self._device)
-        shapes = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place) for s in shapes]
 
         def flat(*leaves: jax.Array) -> list[jax.Array]:
             weights, updated, _, rest = jax.tree.unflatten(tree, leaves)
             return jax.tree.leaves(function(*weights, *updated, *rest))
 
-        begin = len(jax.tree.leaves(weights))
-        return flat, shapes, range(begin, begin + len(jax.tree.leaves((updated, held))))
+        begin, end = (len(jax.tree.leaves(part)) for part in (weights, (weights, updated, held)))
+        in_specs = tuple(spec_at(s.sharding) for s in shapes)
+        out_specs = [spec_at(s.sharding) for s in jax.tree.leaves((updated, results))]
+        return on_each(flat, self.mesh, in_specs, out_specs), shapes, range(begin, end)
 
     def signature(self, key: Key, num_pages: int, max_model_len: int) -> Signature:
         kind, size = key
         model, i32, f32 = self.model, jnp.int32, jnp.float32
-        state = jax.eval_shape(lambda: self.new_state(max_model_len))
+        state = arrays(self.mesh, WHOLE, jax.eval_shape(lambda: self.new_state(max_model_len)))
         num_rows = size if isinstance(size, int) else size.rows
 
         def array(*shape: int, dtype: Any = i32) -> Any:
-            return jax.ShapeDtypeStruct(shape, dtype)
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=place(self.mesh))
 
         takes_turns = self.backend.platform == "gpu"
         logits, columns = array(num_rows, model.vocab_size, dtype=f32), array(len(row_columns()), num_rows)
@@ -207,7 +211,7 @@ class Programs:
             updated = (state.last_token, state.extras)
             return Signature((), updated, (drawn,) if takes_turns else (), (logits, columns, masks), (drawn,))
         weights, packed = (self._params,), array(self.layouts[size].size)
-        kv = jax.eval_shape(lambda: self.new_kv(num_pages))
+        kv = arrays(self.mesh, KV_PAGES, jax.eval_shape(lambda: self.new_kv(num_pages)))
         if kind is Kind.PLAIN:
             updated = (kv, state.page_table, state.last_token)
             return Signature(weights, updated, (tokens,) if takes_turns else (), (packed,), (tokens,))
@@ -224,7 +228,7 @@ def nbytes(tree: Any) -> int:
 
 def _traced_for(device: Any) -> contextlib.AbstractContextManager[Any]:
     """A context in which kernels see this kind of device, and not one of this host."""
-    if device in jax.local_devices():
+    if is_here(device):
         return contextlib.nullcontext()
     kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), device.platform)
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from jaxserve.batch import Packer
@@ -37,6 +38,7 @@ from jaxserve.sampling_inputs import (
     set_slot,
 )
 from jaxserve.shapes import Bucket, choose_bucket
+from jaxserve.sharding import KV_PAGES, WHOLE, arrays, on_each, place
 from jaxserve.state import Drawn, Forward
 
 log = logging.getLogger(__name__)
@@ -95,37 +97,40 @@ class Runner:
     def __init__(self, config: EngineConfig, loaded: LoadedModel, programs: Programs):
         self._loaded, self._programs, self._model = loaded, programs, programs.model
         self._weights = jax.tree.leaves(loaded.params)
-        self._num_slots = programs.num_slots
+        self._num_slots, mesh = programs.num_slots, programs.mesh
         self._packer = Packer(programs.layouts, self._num_slots - 1)
         self._ready: dict[Key, list[Program]] = {}  # the last one that ran comes first
         self._compiles = _CompileCounter()
         self._device = ThreadPoolExecutor(1, "device")
         self._flags = [0] * self._num_slots
         self.pool = programs.size_pool(config, self._free_bytes)
-        log.info("%s", self.pool)
+        log.info("%s%s", self.pool, f", on each of {mesh.size} devices" if mesh.size > 1 else "")
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
         if not config.enforce_eager:
             self._warm_up()  # while memory is free: XLA tries kernels out
-        self._make_kv = jax.jit(lambda: programs.new_kv(self.pool.num_pages)).lower().compile()
+        new_kv = on_each(lambda: programs.new_kv(self.pool.num_pages), mesh, (), KV_PAGES)
+        self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
         self._kv = self._make_kv()
-        self._state = jax.jit(programs.new_state, static_argnums=0)(self.pool.max_model_len)
+        new_state = jax.jit(programs.new_state, static_argnums=0, out_shardings=place(mesh))
+        self._state = new_state(self.pool.max_model_len)
         extras = self._state.extras
         one_slot = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), extras)
-        self._set_slot = _compiled(set_slot, extras, np.int32(0), one_slot)
-        self._copy_pages = _compiled(_copy_pages, self._kv, np.zeros((COPIES_AT_ONCE, 2), np.int32))
-        self._write_pages = _compiled(
-            _write_pages, self._state.page_table, np.zeros((PAGE_WRITES_AT_ONCE, 3), np.int32)
-        )
+        self._set_slot = _compiled(set_slot, mesh, extras, np.int32(0), one_slot)
+        pairs = np.zeros((COPIES_AT_ONCE, 2), np.int32)
+        self._copy_pages = _compiled(_copy_pages, mesh, self._kv, pairs, spec=KV_PAGES)
+        writes = np.zeros((PAGE_WRITES_AT_ONCE, 3), np.int32)
+        self._write_pages = _compiled(_write_pages, mesh, self._state.page_table, writes)
 
     # ------------------------------------------------------------------------------------------------- memory
 
     def _free_bytes(self) -> int:
-        """What is left of the device's share for KV pages. On CPU: fixed, or a quarter of RAM."""
-        device = jax.local_devices()[0]
-        stats = device.memory_stats()
-        if device.platform == "cpu" or not stats:
-            return min(CPU_KV_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
-        return self._programs.free_bytes(stats["bytes_limit"], stats["bytes_in_use"])
+        """What is left of each device's share for KV pages. On CPU, for all: fixed, or a quarter of RAM."""
+        mesh = self._programs.mesh
+        found = [device.memory_stats() for device in mesh.local_devices]
+        if mesh.local_devices[0].platform == "cpu" or not all(found):
+            return min(CPU_KV_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4) // mesh.size
+        share, used = min(stats["bytes_limit"] for stats in found), max(stats["bytes_in_use"] for stats in found)
+        return self._programs.free_bytes(share, used)
 
     def free(self, *, keep_weights: bool) -> None:
         """Frees KV pages and weights on the device; `keep_weights`: they are in host memory then. No step may run."""
@@ -168,8 +173,9 @@ class Runner:
     def _compile(self, key: Key, lowered: Any) -> list[Program]:
         signature = self._programs.signature(key, *self._sizes)
         sent, held = signature.rest[-1], jax.tree.leaves(signature.held)
-        fresh = jax.jit(lambda: [jnp.zeros(s.shape, s.dtype) for s in (sent, *held)])
-        put = _compiled(lambda _, new: jnp.copy(new), sent, np.zeros(sent.shape, np.int32))
+        mesh = self._programs.mesh
+        fresh = jax.jit(lambda: [jnp.zeros(s.shape, s.dtype) for s in (sent, *held)], out_shardings=place(mesh))
+        put = _compiled(lambda _, new: jnp.copy(new), mesh, sent, np.zeros(sent.shape, np.int32))
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._programs.options(key)
         runs = [lowered.compile(options) for _ in range(2 if held else 1)]  # the second: out of the compile cache
@@ -375,9 +381,14 @@ class _CompileCounter:
             log.warning("a program was compiled after warm-up, in %.2f s", duration_secs)
 
 
-def _compiled(function: Any, donated: Any, *others: Any) -> Any:
-    """A small call, compiled ahead for arguments of these shapes: it never compiles again, wherever they lie."""
-    return jax.jit(function, donate_argnums=0, keep_unused=True).lower(donated, *others).compile()
+def _compiled(function: Any, mesh: Mesh, donated: Any, *others: Any, spec: PartitionSpec = WHOLE) -> Any:
+    """A small call, compiled ahead for arguments of these shapes: it never compiles again, wherever they lie.
+
+    spec: how what is donated, and returned, is split.
+    """
+    split = on_each(function, mesh, (spec, *(WHOLE for _ in others)), spec)
+    jitted = jax.jit(split, donate_argnums=0, keep_unused=True, out_shardings=place(mesh, spec))
+    return jitted.lower(donated, *arrays(mesh, WHOLE, others)).compile()
 
 
 def _copy_pages(kv: list[KVPages], pairs: jax.Array) -> list[KVPages]:

@@ -54,6 +54,7 @@ from jaxserve.sampling_inputs import empty_extras as empty_extras  # callers of 
 from jaxserve.sampling_inputs import pack_extras as pack_extras
 from jaxserve.sampling_inputs import request_flags as request_flags
 from jaxserve.sampling_inputs import set_slot as set_slot
+from jaxserve.sharding import gather, this_shard
 
 MIN_TEMPERATURE = 0.01  # lower ones that are not greedy are raised to it
 NUM_CANDIDATES = 128  # per row; a top_k below it is served from them alone
@@ -98,6 +99,22 @@ def sample(
         token,
         *lax.cond(_any(rows, LOGPROBS), lambda: token_logprobs(logits, token), lambda: _no_logprobs(token.shape[0])),
     )
+
+
+def sample_split(
+    x: Float32[Array, "S columns"], rows: SamplingRows, *, shards: int, vocab: int
+) -> Int32[Array, " S"]:  # fmt: skip
+    """What sample(features=False) draws, where each device has logits of some columns, and offers the best of them."""
+    ids = this_shard(shards) * x.shape[1] + _columns(x)
+    real = ids < vocab  # the last shards may have columns past the end
+    score = jnp.where(real, _score(x, rows, ids), -jnp.inf)
+    best = argmax(score)
+    offer = jnp.stack([_at(score, best), _at(x, best), jnp.sum(jnp.where(real, x, 0.0), axis=-1)])
+    scores, logits, sums = jnp.moveaxis(gather(offer), 1, 0)  # f32[shards, S] each
+    winner = jnp.argmax(scores, axis=0)[None]
+    token = jnp.take_along_axis(gather(best), winner, axis=0)[0] + winner[0].astype(jnp.int32) * x.shape[1]
+    logit = jnp.take_along_axis(logits, winner, axis=0)[0]
+    return jnp.where(jnp.isnan(jnp.sum(sums, axis=0)) | (logit == -jnp.inf), NOT_FINITE, token)
 
 
 def _any(rows: SamplingRows, flags: int) -> Bool[Array, ""]:

@@ -21,7 +21,7 @@ from jaxserve.models.layers import Operations
 from jaxserve.pallas_kernels.ops import Backend
 from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
 from jaxserve.request import knob_names
-from jaxserve.sampling import SamplingRows, sample, token_logprobs
+from jaxserve.sampling import SamplingRows, sample, sample_split, token_logprobs
 from jaxserve.sampling_inputs import MEAN, POOLED, SlotExtras
 from jaxserve.shapes import Bucket
 from jaxserve.state import LOGPROB_COLUMNS, Drawn, Forward, PackedLayout, row_columns
@@ -84,10 +84,17 @@ def build_plain(graphdef: Any, layout: PackedLayout, backend: Backend) -> Callab
             model, layout, backend, kv, page_table, last_token, parts, only_last=True
         )
         rows = dict(zip(layout.columns, parts["rows"], strict=True))
-        drawn = sample(model.logits(hidden), _sampling_rows(rows), None, rows["slot"], features=False)
-        return kv, page_table, _remember(last_token, rows, drawn.token), drawn.token
+        token = _draw_plain(model, hidden, rows)
+        return kv, page_table, _remember(last_token, rows, token), token
 
     return plain
+
+
+def _draw_plain(model: Any, hidden: Float[Array, "S D"], rows: dict[str, Array]) -> Int32[Array, " S"]:
+    config, knobs = model.config, _sampling_rows(rows)
+    if config.shards == 1:
+        return sample(model.logits(hidden), knobs, None, rows["slot"], features=False).token
+    return sample_split(model.own_logits(hidden), knobs, shards=config.shards, vocab=config.vocab_size)
 
 
 def _run_layers(

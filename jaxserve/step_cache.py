@@ -23,6 +23,7 @@ from jax._src.compilation_cache import decompress_executable  # what no public n
 
 from jaxserve.config import cache_dir, make_cache_dir
 from jaxserve.errors import ConfigError
+from jaxserve.sharding import described, is_here
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def lower(
     path = cache_dir() / "steps" / f"{_key(name, shapes, device)}.stablehlo"
     exported = _read(path)
     if exported is None:
-        platforms = None if device in jax.local_devices() else [device.platform]
+        platforms = None if is_here(device) else [device.platform]
         exported = export.export(jitted(function, donate), platforms=platforms, disabled_checks=OURS)(*shapes)
         _write(path, bytes(exported.serialize()))
     return jitted(exported.call, donate).lower(*shapes)
@@ -97,7 +98,7 @@ def _key(name: str, shapes: list[Any], device: Any) -> str:
         *map(version, ("jax", "jaxlib", "flax")),
         device.platform,
         device.device_kind,
-        *(f"{s.dtype}{s.shape}" for s in shapes),
+        *(f"{s.dtype}{s.shape}{described(s.sharding)}" for s in shapes),
     ]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()
 

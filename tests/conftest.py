@@ -47,8 +47,9 @@ TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"
 
 
 @pytest.fixture(scope="session")
-def tpu_chip() -> Callable[[str], Any]:
-    """tpu_chip(generation): a device of that kind (a key of TPUS) to compile for, by the real compiler, on this host.
+def tpu_chips() -> Callable[[str], list[Any]]:
+    """tpu_chips(generation): four devices of that kind (a key of TPUS) to compile for, by the real compiler, on this
+    host.
 
     Skips where the compiler is missing: pip install '.[dev,tpu]' brings it.
     """
@@ -57,10 +58,16 @@ def tpu_chip() -> Callable[[str], Any]:
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is used that another process could want
     from jax.experimental import topologies
 
-    def chip(generation: str) -> Any:
-        return topologies.get_topology_desc(platform="tpu", topology_name=TPUS[generation]).devices[0]
+    def chips(generation: str) -> list[Any]:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=TPUS[generation]).devices)
 
-    return chip
+    return chips
+
+
+@pytest.fixture(scope="session")
+def tpu_chip(tpu_chips: Callable[[str], list[Any]]) -> Callable[[str], Any]:
+    """tpu_chip(generation): one of tpu_chips."""
+    return lambda generation: tpu_chips(generation)[0]
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ from jaxserve.engine import Engine, _start_jax
 from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
 from jaxserve.models.registry import resolve
 from jaxserve.request import Request, SamplingParams
+from jaxserve.sharding import shard_of
 
 GOLDENS = Path(__file__).parent / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -34,11 +35,12 @@ CLEAR = {
 
 
 def config_of(case: str, *, pool_tokens: int = 4096, **options) -> EngineConfig:
-    """A small engine that compiles only what it meets. `pool_tokens` sets the size of its KV pool."""
+    """A small engine that compiles only what it meets. `pool_tokens` sets the size of its KV pool, on all devices."""
     config = EngineConfig(model=str(GOLDENS / case), page_size=16, max_num_seqs=16, max_num_batched_tokens=48)
     model, _ = resolve(Checkpoint.open(config).config)
     itemsize = 4 if options.get("dtype", "float32") == "float32" else 2
-    size = (pool_tokens + config.page_size) * model.kv_bytes_per_token(itemsize)
+    shard = shard_of(model, options.get("tensor_parallel_size", 1))
+    size = (pool_tokens + config.page_size) * shard.kv_bytes_per_token(itemsize)
     small = {"enforce_eager": True, "kv_cache_memory_bytes": size, "max_model_len": 128, "dtype": "float32"}
     return replace(config, **small | options)
 
@@ -88,8 +90,11 @@ def assert_equal_where_clear(entry: dict, ids: list[int], dtype: str) -> None:
     [*((case, "float32") for case in CASES), ("qwen2_tied", "float16"), ("qwen3", "float16"), ("llama", "bfloat16")],
 )
 def test_greedy_ids_equal_transformers_on_every_path(case, dtype):
-    entries = golden(case)
-    engine = Engine(config_of(case, pool_tokens=208, dtype=dtype), checks=True)
+    check_every_path(Engine(config_of(case, pool_tokens=208, dtype=dtype), checks=True), golden(case), dtype)
+
+
+def check_every_path(engine: Engine, entries: list[dict], dtype: str) -> None:
+    """Alone, after a prefix hit, batched, in chunks, preempted. The engine's pool must be too small for 16 of them."""
     for i, entry in enumerate(entries):  # alone, and then after a prefix hit
         for _ in range(2):
             alone = run(engine, [request(i, entry["prompt_ids"], len(entry["ids"]))])

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import pytest
 from jax import export
 
@@ -11,6 +10,7 @@ from jaxserve.deployment import resolve_deployment
 from jaxserve.models.loading import model_shapes
 from jaxserve.programs import Kind, Programs
 from jaxserve.shapes import Bucket, choose_bucket
+from jaxserve.sharding import devices, mesh_of
 from jaxserve.step_cache import OURS, jitted
 
 LAYERS, SLOTS = 3, 32
@@ -27,7 +27,8 @@ SOME = [BUCKETS[0], BUCKETS[4], *BUCKETS[-2:]]
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    return Programs(model_shapes(DEPLOYMENT.model, DEPLOYMENT.dtype), DEPLOYMENT, jax.devices()[0])
+    mesh = mesh_of(devices())
+    return Programs(model_shapes(DEPLOYMENT.model, DEPLOYMENT.dtype, mesh), DEPLOYMENT, mesh)
 
 
 def test_every_bucket_has_its_programs(programs: Programs):

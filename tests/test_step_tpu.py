@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
@@ -17,31 +18,36 @@ from jaxserve.pallas_kernels.ops import resolve_backend
 from jaxserve.programs import Kind, Programs
 from jaxserve.request import Request, SamplingParams
 from jaxserve.shapes import Bucket
+from jaxserve.sharding import mesh_of
 
 LAYERS, SLOTS, PAGES, MAX_MODEL_LEN = 2, 64, 2048, 131072
 DECODE, MIXED = Bucket(0, SLOTS, 0), Bucket(512, SLOTS, 16)
 
 
-@pytest.fixture(scope="module")
-def programs(tpu_chip) -> Programs:
-    """Of two layers of Llama 3.1 8B: shapes without weights."""
+@pytest.fixture(scope="module", params=[1, 4], ids=lambda size: f"{size} chips")
+def programs(request, tpu_chips) -> Programs:
+    """Of two layers of Llama 3.1 8B, on one chip or four: shapes without weights."""
     hf = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": LAYERS, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": MAX_MODEL_LEN,
     }  # fmt: skip
-    chip = tpu_chip("v5e")
-    made = resolve_deployment(EngineConfig(max_num_seqs=SLOTS), hf, chip.platform, chip.device_kind)
+    chips = tpu_chips("v5e")[: request.param]
+    config = EngineConfig(max_num_seqs=SLOTS, tensor_parallel_size=request.param)
+    made = resolve_deployment(config, hf, chips[0].platform, chips[0].device_kind)
     made = replace(made, buckets=(DECODE, MIXED))
-    return Programs(model_shapes(made.model, made.dtype), made, chip)
+    mesh = mesh_of(chips)
+    return Programs(model_shapes(made.model, made.dtype, mesh), made, mesh)
 
 
 @pytest.mark.tpu_aot
 @pytest.mark.parametrize("size", [DECODE, MIXED], ids=str)
 @pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.FORWARD])
 def test_a_step_compiles_and_copies_no_pool(programs: Programs, kind: Kind, size: Bucket):
-    _, shapes, donated = programs.flat((kind, size), PAGES, MAX_MODEL_LEN)
-    compiled = programs.lower((kind, size), PAGES, MAX_MODEL_LEN).compile()
+    pages = PAGES * programs.mesh.size  # as much memory on each chip
+    _, shapes, donated = programs.flat((kind, size), pages, MAX_MODEL_LEN)
+    shapes = [jax.ShapeDtypeStruct(s.sharding.shard_shape(s.shape), s.dtype) for s in shapes]  # on each chip
+    compiled = programs.lower((kind, size), pages, MAX_MODEL_LEN).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     kernels = re.findall(r"%(\w+?)(?:\.\d+)? = .*tpu_custom_call", text)
     per_layer = {"kv_write_decode", "ragged_paged_attention_1"}
@@ -55,6 +61,10 @@ def test_a_step_compiles_and_copies_no_pool(programs: Programs, kind: Kind, size
     assert memory.temp_size_in_bytes < pool_bytes / len(pools), "less than one copy of one pool"
     shape = ",".join(map(str, pools[0].shape))
     assert not re.search(rf"\[{shape}\]\S* (?:copy|copy-start|fusion|transpose)\(", text)
+    # Sums of the embedding, of attention and of the MLP. The logits of a plain step stay where they are.
+    sums, gathers = (re.findall(rf" {name}(?:-start)?\(", text) for name in ("all-reduce", "all-gather"))
+    assert bool(sums) == (programs.mesh.size > 1)
+    assert bool(gathers) == (programs.mesh.size > 1)
 
 
 @pytest.mark.tpu_aot

@@ -14,6 +14,7 @@ import numpy as np
 from jaxserve.errors import ConfigError
 from jaxserve.request import short
 from jaxserve.settings import flag, mapping, names, need, real, whole
+from jaxserve.shapes import ceil_div
 
 MAX_LAYERS, MAX_HEAD_DIM = 4096, 4096
 
@@ -23,7 +24,7 @@ class ModelConfig:
     """One decoder, fully resolved: no defaults of any family are left to fill in. Hashable, static under jit."""
 
     architecture: str
-    vocab_size: int  # V: rows of the embedding
+    vocab_size: int  # V
     num_layers: int  # L
     hidden_size: int  # D
     ffn_size: int  # F
@@ -40,6 +41,12 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over H of q and k, before rope
+    shards: int = 1  # more than 1: this is one of so many shards, and N, K and F are its own (sharding.py)
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding and of the head: V, or a shard's part of it."""
+        return ceil_div(self.vocab_size, self.shards)
 
     @property
     def qkv_size(self) -> int:

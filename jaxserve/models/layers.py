@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxserve.models.base import ModelConfig, Piece
+from jaxserve.sharding import add_up, gather_columns, look_up
 
 
 @runtime_checkable
@@ -102,7 +103,7 @@ class Decoder(nnx.Module):
     architectures: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ModelConfig, dtype: Any):
-        V, D, F, L, H = config.vocab_size, config.hidden_size, config.ffn_size, config.num_layers, config.head_dim
+        V, D, F, L, H = config.vocab_rows, config.hidden_size, config.ffn_size, config.num_layers, config.head_dim
         self.config = config
         self.embed = nnx.Param(jnp.zeros((V, D), dtype))
         self.layers = nnx.List([DecoderLayer(config, dtype) for _ in range(L)])
@@ -129,7 +130,7 @@ class Decoder(nnx.Module):
     @classmethod
     def pieces(cls, config: ModelConfig) -> dict[str, Piece]:
         """Every tensor that the checkpoint must hold, and its place. These are the names of Llama and its kin."""
-        V, D = config.vocab_size, config.hidden_size
+        V, D = config.vocab_rows, config.hidden_size
         named = {
             "model.embed_tokens.weight": Piece("embed", (V, D)),
             "model.norm.weight": Piece("final_norm", (D,)),
@@ -180,7 +181,7 @@ class Decoder(nnx.Module):
         wanted: the tokens whose hidden states are needed. Of others the last layer only writes K and V.
         """
         config, rope, last = self.config, rope_tables(self.config, positions), self.config.num_layers - 1
-        x, kv = self.embed[...][tokens], list(kv)
+        x, kv = look_up(self.embed[...], tokens, config.shards), list(kv)
         x, h = ops.add_norm(x, None, self.attn_norm[0], config.norm_eps)
         for i, window in enumerate(config.sliding_windows):
             next_norm = self.final_norm[...] if i == last else self.attn_norm[i + 1]
@@ -190,6 +191,10 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S V"]:
         """float32 scores of every vocabulary entry."""
+        return gather_columns(self.own_logits(hidden), self.config.shards, self.config.vocab_size)
+
+    def own_logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S rows"]:
+        """float32 scores of the rows of the vocabulary that this device has, any past its end included."""
         head = self.embed if self.config.tied_embeddings else self.lm_head
         return matmul(hidden, head[...], out_dtype=jnp.float32)
 
@@ -214,7 +219,7 @@ def decoder_layer(
     """
     out, kv_l = attention(config, window, w, h, rope, kv_l, ops.attend, rows)
     x, h = ops.add_norm(x if rows is None else x[rows], out, w["mlp_norm"], config.norm_eps)
-    x, h = ops.add_norm(x, gated_mlp(w, h), w["next_norm"], config.norm_eps)
+    x, h = ops.add_norm(x, gated_mlp(config, w, h), w["next_norm"], config.norm_eps)
     return x, h, kv_l
 
 
@@ -228,15 +233,15 @@ def attention(
         k_norm=w.get("k_norm"), eps=config.norm_eps, scale=config.attention_scale, sliding_window=window, softcap=None,
     )  # fmt: skip
     out = out.reshape(x.shape[0], -1)
-    out = matmul(out if rows is None else out[rows], w["o"])
+    out = add_up(matmul(out if rows is None else out[rows], w["o"]), config.shards)
     return (out + w["o_bias"] if config.o_bias else out), kv_l
 
 
-def gated_mlp(w: dict[str, Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def gated_mlp(config: ModelConfig, w: dict[str, Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """SwiGLU (arXiv:2002.05202)."""
     gate_up = matmul(x, w["gate_up"])
     if "gate_up_bias" in w:
         gate_up = gate_up + w["gate_up_bias"]
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    out = matmul(jax.nn.silu(gate) * up, w["down"])
+    out = add_up(matmul(jax.nn.silu(gate) * up, w["down"]), config.shards)
     return out + w["down_bias"] if "down_bias" in w else out

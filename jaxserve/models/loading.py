@@ -1,19 +1,20 @@
-"""Weights from a checkpoint (or from nothing) to the device, one tensor at a time.
+"""Weights from a checkpoint (or from nothing) to the devices, one tensor at a time.
 
-Each tensor goes to the device as the file has it; joining (q/k/v, gate/up), transposing and casting happen there.
-The host therefore holds one tensor at a time, plus the rows of norms and biases that are stacked over layers.
+Each tensor goes to the devices as the file has it, to each its shard; joining (q/k/v, gate/up) and casting happen
+there. The host therefore holds one tensor at a time, plus the rows of norms and biases that are stacked over layers.
 """
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding
 from tqdm import tqdm
 
 from jaxserve.checkpoint import Checkpoint
@@ -21,19 +22,34 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.base import ModelConfig, Piece
 from jaxserve.models.layers import Decoder
 from jaxserve.models.registry import ARCHITECTURES
-
-Placement = Callable[[str, tuple[int, ...]], Sharding]
-"""(parameter, its shape [out, in]) -> where it lives. Parameters are named as attributes: embed, layers.0.qkv."""
+from jaxserve.sharding import (
+    WHOLE,
+    begin,
+    cut,
+    devices,
+    from_shards,
+    mesh_of,
+    on_each,
+    place,
+    shard_of,
+    spec_at,
+    spec_of,
+    this_shard,
+    together,
+)
 
 DUMMY_STD = 0.02
 _HARMLESS = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints saved by mistake
 
+type Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """Weights on the device, and the structure that `nnx.merge(graphdef, params)` makes a model of, inside jit.
+    """Weights on the devices, and the structure that `nnx.merge(graphdef, params)` makes a model of, inside jit.
 
-    `params` are plain nested dicts: jit takes those in a third of the time that it needs for an nnx.State.
+    `config` and `graphdef` are those of the decoder that each device runs. `params`, on all devices together, are plain
+    nested dicts: jit takes those in a third of the time that it needs for an nnx.State.
     """
 
     config: ModelConfig
@@ -46,108 +62,137 @@ class LoadedModel:
         return sum(p.nbytes for p in jax.tree.leaves(self.params))
 
 
+def model_shapes(config: ModelConfig, dtype: Any, mesh: Mesh) -> LoadedModel:
+    """The model of `config` without its weights: `params` are shapes in `dtype`, with the places where they belong.
+
+    The devices may be those of a topology. Raises ConfigError if the model cannot be split over them.
+    """
+    family, shard = ARCHITECTURES[config.architecture], shard_of(config, mesh.size)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(shard, dtype)))
+    whole = state if shard is config else nnx.state(nnx.eval_shape(lambda: family(config, dtype)))
+
+    def placed(whole: Any, shard: Any) -> jax.ShapeDtypeStruct:
+        spec = spec_of(whole.shape, shard.shape)
+        return jax.ShapeDtypeStruct(together(mesh, spec, shard.shape), shard.dtype, sharding=place(mesh, spec))
+
+    params = jax.tree.map(placed, nnx.to_pure_dict(whole), nnx.to_pure_dict(state))
+    return LoadedModel(shard, graphdef, params)
+
+
 def load_model(
     checkpoint: Checkpoint | None,
     config: ModelConfig,
     dtype: Any,
     *,
     load_format: str = "auto",
-    placement: Placement | None = None,
+    mesh: Mesh | None = None,
     seed: int = 0,
     progress: bool = True,
 ) -> LoadedModel:
     """The model of `config` with weights in `dtype`: the checkpoint's, or random ones if load_format is "dummy".
 
-    Without `placement` everything goes to the first device. Raises ConfigError naming tensors that are missing,
-    unexpected or of the wrong shape.
+    Without a mesh everything goes to the first device. Raises ConfigError naming tensors that are missing, unexpected
+    or of the wrong shape, or if the model cannot be split over the mesh.
     """
-    family = ARCHITECTURES[config.architecture]
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype)))
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(state)
-    shapes = {_name(path): tuple(leaf.shape) for path, leaf in leaves}
-    place = placement or (lambda name, shape: SingleDeviceSharding(jax.devices()[0]))
-    shardings = {name: place(name, shape) for name, shape in shapes.items()}
+    mesh = mesh or mesh_of(devices())
+    model = model_shapes(config, dtype, mesh)
+    leaves, tree = jax.tree_util.tree_flatten_with_path(model.params)
+    shapes = {_name(path): shape for path, shape in leaves}
+    layout = _Layout(config, model.config, shapes, mesh)
     if load_format == "dummy":
-        params = _dummy(shapes, shardings, dtype, seed, progress)
+        params = _dummy(layout, seed, progress)
     elif checkpoint is None:
         raise ConfigError("a model without a checkpoint needs --load-format dummy", param="load_format")
     else:
-        params = _Loader(family.pieces(config), shapes, shardings, dtype).load(checkpoint, progress)
-    state = jax.tree.unflatten(treedef, [params[name] for name in shapes])
-    return LoadedModel(config, graphdef, nnx.to_pure_dict(state))
-
-
-def model_shapes(config: ModelConfig, dtype: Any) -> LoadedModel:
-    """The model of `config` with shapes in place of weights."""
-    family = ARCHITECTURES[config.architecture]
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: family(config, dtype)))
-    return LoadedModel(config, graphdef, nnx.to_pure_dict(state))
+        params = _Loader(layout).load(checkpoint, progress)
+    return LoadedModel(model.config, model.graphdef, jax.tree.unflatten(tree, [params[name] for name in shapes]))
 
 
 def _name(path: tuple) -> str:
-    """layers.0.qkv, from the path of a leaf in the state."""
-    return ".".join(str(key.key) for key in path if hasattr(key, "key"))
+    """layers.0.qkv, from the path of a leaf."""
+    return ".".join(str(key.key) for key in path)
+
+
+class _Layout:
+    """Which tensors of a checkpoint make each parameter, and what of them each shard holds."""
+
+    def __init__(self, config: ModelConfig, shard: ModelConfig, params: dict[str, jax.ShapeDtypeStruct], mesh: Mesh):
+        family = ARCHITECTURES[config.architecture]
+        self.params, self.mesh = params, mesh
+        self.pieces = family.pieces(config)
+        self.shard_shapes = {name: piece.shape for name, piece in family.pieces(shard).items()}
+        self.wanted: dict[str, list[str]] = {}  # param -> HF names of its pieces, in order
+        for name in sorted(self.pieces, key=lambda name: (self.pieces[name].layer or 0, self.pieces[name].part)):
+            self.wanted.setdefault(self.pieces[name].param, []).append(name)
+
+    def shard_of(self, name: str, array: np.ndarray, i: int) -> np.ndarray:
+        return cut(array, self.shard_shapes[name], self.mesh.size, i)
 
 
 class _Loader:
     """Collects the pieces of each parameter until it is whole, then makes it."""
 
-    def __init__(
-        self, pieces: dict[str, Piece], shapes: dict[str, tuple[int, ...]], shardings: dict[str, Sharding], dtype: Any
-    ):
-        self.pieces, self.shapes, self.shardings, self.dtype = pieces, shapes, shardings, dtype
+    def __init__(self, layout: _Layout):
+        self.layout = layout
         self.params: dict[str, jax.Array] = {}
-        self.waiting: dict[str, dict[str, Any]] = {}  # param -> HF name -> part on the device, or row on the host
-        self.in_flight: Any = ()  # the parameter that the device may still be copying from the host
-        self.wanted: dict[str, list[str]] = {}  # param -> HF names of its pieces, in order
-        for name in sorted(pieces, key=lambda name: (pieces[name].layer or 0, pieces[name].part)):
-            self.wanted.setdefault(pieces[name].param, []).append(name)
+        self.waiting: dict[str, dict[str, Any]] = {}  # param -> HF name -> part on the devices, or row on the host
+        self.in_flight: Any = ()  # the parameter that the devices may still be copying from the host
+        self.join = cache(self._joined)
 
     def load(self, checkpoint: Checkpoint, progress: bool) -> dict[str, jax.Array]:
         self._check_names(checkpoint)
-        with tqdm(total=len(self.pieces), desc="Loading weights", unit="tensor", disable=not progress) as bar:
+        pieces = self.layout.pieces
+        with tqdm(total=len(pieces), desc="Loading weights", unit="tensor", disable=not progress) as bar:
             for name, read in checkpoint.tensors():
-                if name in self.pieces:
+                if name in pieces:
                     self._add(name, read())
                     bar.update()
         return jax.block_until_ready(self.params)
 
     def _check_names(self, checkpoint: Checkpoint) -> None:
         """Raises ConfigError before anything is read, which may take minutes."""
-        names = Counter(name for name, _ in checkpoint.tensors())
-        if missing := [name for name in self.pieces if name not in names]:
+        names, pieces = Counter(name for name, _ in checkpoint.tensors()), self.layout.pieces
+        if missing := [name for name in pieces if name not in names]:
             raise ConfigError(f"{checkpoint.name} lacks {_some(missing)}")
-        if unexpected := [name for name in names if name not in self.pieces and not self._may_be_ignored(name)]:
+        if unexpected := [name for name in names if name not in pieces and not self._may_be_ignored(name)]:
             raise ConfigError(f"{checkpoint.name} has tensors that the model does not use: {_some(unexpected)}")
         if twice := [name for name, count in names.items() if count > 1]:
             raise ConfigError(f"{checkpoint.name} has {_some(twice)} more than once")
 
     def _may_be_ignored(self, name: str) -> bool:
-        tied = name == "lm_head.weight" and "lm_head" not in self.shapes
+        tied = name == "lm_head.weight" and "lm_head" not in self.layout.params
         return tied or name.endswith(_HARMLESS)
 
     def _add(self, name: str, array: np.ndarray) -> None:
-        piece = self.pieces[name]
+        piece = self.layout.pieces[name]
         if array.shape != piece.shape:
             raise ConfigError(f"{name} has shape {list(array.shape)}, the config needs {list(piece.shape)}")
         parts = self.waiting.setdefault(piece.param, {})
-        sharding = self.shardings[piece.param]
         if piece.layer is None:
-            parts[name] = jax.device_put(array, sharding)
+            sharding, shape = self.layout.params[piece.param].sharding, self.layout.shard_shapes[name]
+            parts[name] = from_shards(sharding, shape, lambda i: self.layout.shard_of(name, array, i))
         else:
             parts[name] = np.array(array)  # a copy: a view would keep the whole file mapped
-        if len(parts) == len(self.wanted[piece.param]):
+        if len(parts) == len(self.layout.wanted[piece.param]):
             del self.waiting[piece.param]
             jax.block_until_ready(self.in_flight)
-            self.in_flight = self.params[piece.param] = self._make(piece, [parts[n] for n in self.wanted[piece.param]])
+            self.in_flight = self.params[piece.param] = self._make(piece, parts)
 
-    def _make(self, piece: Piece, parts: list[Any]) -> jax.Array:
-        sharding = self.shardings[piece.param]
-        if piece.layer is not None:
-            rows = np.concatenate([p.astype(np.float32) for p in parts]).reshape(self.shapes[piece.param])
-            return jax.device_put(rows.astype(self.dtype), sharding)
-        join = jax.jit(_join, static_argnames="dtype", out_shardings=sharding)
-        return join(parts, dtype=jnp.dtype(self.dtype))
+    def _make(self, piece: Piece, parts: dict[str, Any]) -> jax.Array:
+        param, names = self.layout.params[piece.param], self.layout.wanted[piece.param]
+        if piece.layer is None:
+            return self.join(param.sharding, param.dtype)([parts[name] for name in names])
+        shape = param.sharding.shard_shape(param.shape)
+
+        def stacked(i: int) -> np.ndarray:
+            rows = [self.layout.shard_of(name, parts[name], i).astype(np.float32) for name in names]
+            return np.concatenate(rows).reshape(shape).astype(param.dtype)
+
+        return from_shards(param.sharding, shape, stacked)
+
+    def _joined(self, sharding: Sharding, dtype: Any) -> Callable[[list[jax.Array]], jax.Array]:
+        spec = spec_at(sharding)
+        return jax.jit(on_each(partial(_join, dtype=dtype), self.layout.mesh, spec, spec), out_shardings=sharding)
 
 
 def _join(parts: list[jax.Array], *, dtype: Any) -> jax.Array:
@@ -160,21 +205,54 @@ def _some(names: list[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def _dummy(
-    shapes: dict[str, tuple[int, ...]], shardings: dict[str, Sharding], dtype: Any, seed: int, progress: bool
-) -> dict[str, jax.Array]:
-    """Random matrices, norms of one, biases of zero, all made on the device. One compilation per shape."""
-    params, bar = {}, tqdm(shapes.items(), desc="Making dummy weights", unit="tensor", disable=not progress)
-    for i, (name, shape) in enumerate(bar):
+# ---- weights from nothing
+
+
+def _dummy(layout: _Layout, seed: int, progress: bool) -> dict[str, jax.Array]:
+    """Random matrices, norms of one, biases of zero, all made on the devices. One compilation per shape."""
+    params, bar = {}, tqdm(layout.params.items(), desc="Making dummy weights", unit="tensor", disable=not progress)
+
+    @cache
+    def matrix(parts: tuple[tuple[Shape, Shape], ...], sharding: Sharding, dtype: Any) -> Callable[[Any], jax.Array]:
+        make = partial(_random_shard, parts=parts, shards=layout.mesh.size, dtype=dtype)
+        return jax.jit(on_each(make, layout.mesh, WHOLE, spec_at(sharding)), out_shardings=sharding)
+
+    for i, (name, param) in enumerate(bar):
         if name.endswith("norm"):
-            params[name] = jnp.ones(shape, dtype, device=shardings[name])
+            params[name] = jnp.ones(param.shape, param.dtype, device=param.sharding)
         elif name.endswith("bias"):
-            params[name] = jnp.zeros(shape, dtype, device=shardings[name])
+            params[name] = jnp.zeros(param.shape, param.dtype, device=param.sharding)
         else:
-            normal = jax.jit(_normal, static_argnames=("shape", "dtype"), out_shardings=shardings[name])
-            params[name] = normal(np.uint32(((seed << 16) + i) & 0xFFFFFFFF), shape=shape, dtype=jnp.dtype(dtype))
+            parts = tuple((layout.pieces[name].shape, layout.shard_shapes[name]) for name in layout.wanted[name])
+            make = matrix(parts, param.sharding, param.dtype)
+            params[name] = make(np.uint32(((seed << 16) + i) & 0xFFFFFFFF))
     return jax.block_until_ready(params)
 
 
-def _normal(seed: jax.Array, *, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return DUMMY_STD * jax.random.normal(jax.random.key(seed), shape, dtype)
+def _random_shard(seed: jax.Array, *, parts: tuple[tuple[Shape, Shape], ...], shards: int, dtype: Any) -> jax.Array:
+    """This device's shard of a random matrix of `parts`, each (its shape, that of a shard of it).
+
+    Its elements depend on where they are in the model, and so not on the number of shards.
+    """
+    i, above, rows = this_shard(shards), 0, []
+    for whole, shard in parts:
+        rows.append(above + begin(whole[0], shard[0], shards, i) + jnp.arange(shard[0]))
+        above += whole[0]
+    (_, whole), (_, shard) = parts[0]
+    return _normal(seed, jnp.concatenate(rows), begin(whole, shard, shards, i) + jnp.arange(shard)).astype(dtype)
+
+
+def _normal(seed: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    """Normally distributed numbers f32[rows, columns], a hash of seed, row and column."""
+    row = _mix(rows.astype(jnp.uint32) + _mix(seed + jnp.uint32(0x9E3779B9)))[:, None]
+    column = columns.astype(jnp.uint32)[None, :] * jnp.uint32(0x9E3779B9)
+    bits = _mix(_mix(column ^ row) + row)
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-22 - 1  # inside of (-1, 1)
+    return DUMMY_STD * 2**0.5 * jax.lax.erf_inv(uniform)
+
+
+def _mix(x: jax.Array) -> jax.Array:
+    """A bijection of 32 bits in which each input bit moves each output bit (multipliers of the "hash prospector")."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0xD35A2D97)
+    return x ^ (x >> 15)
