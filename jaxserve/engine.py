@@ -43,9 +43,10 @@ class Engine:
         started = time.monotonic()
         device = _start_jax(config.gpu_memory_utilization)
         from jaxserve.deployment import resolve_deployment
-        from jaxserve.models.loading import LoadedModel, load_model
+        from jaxserve.models.loading import LoadedModel, load_model, model_shapes
         from jaxserve.programs import Programs
         from jaxserve.runner import Runner
+        from jaxserve.tracers import Tracers
 
         checkpoint = checkpoint or Checkpoint.open(config)
         deployment = resolve_deployment(config, checkpoint.config, device.platform, device.device_kind)
@@ -54,12 +55,18 @@ class Engine:
         def load() -> LoadedModel:
             return load_model(checkpoint, model, deployment.dtype, load_format=config.load_format, seed=config.seed)
 
-        loaded = load()
-        log.info(
-            "weights: %s, %.2f GiB of %s on %s, %.1f s", checkpoint.name, loaded.nbytes / 2**30, deployment.dtype,
-            device.device_kind, time.monotonic() - started,
-        )  # fmt: skip
-        self._runner = Runner(config, loaded, Programs(loaded, deployment, device))
+        programs = Programs(model_shapes(model, deployment.dtype), deployment, device)
+        with Tracers(config, checkpoint.config, programs) as tracers:
+            if device.platform != "cpu" and config.kv_cache_memory_bytes is None:
+                if not config.enforce_eager and not programs.is_profiled():
+                    tracers.start(len(programs.keys))  # the pool's size is still open: they get ready
+                programs.begin_profile()
+            loaded = load()
+            log.info(
+                "weights: %s, %.2f GiB of %s on %s, %.1f s", checkpoint.name, loaded.nbytes / 2**30,
+                deployment.dtype, device.device_kind, time.monotonic() - started,
+            )  # fmt: skip
+            self._runner = Runner(config, loaded, programs, tracers)
         self.info = EngineInfo(
             model=config.model,
             vocab_size=model.vocab_size,

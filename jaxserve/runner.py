@@ -38,6 +38,7 @@ from jaxserve.sampling_inputs import (
 )
 from jaxserve.shapes import Bucket, choose_bucket
 from jaxserve.state import Drawn, Forward
+from jaxserve.tracers import Tracers
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Collected:
 class Runner:
     """Everything on the device. Host code never touches device arrays except through this class."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, programs: Programs):
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, programs: Programs, tracers: Tracers):
         self._loaded, self._programs, self._model = loaded, programs, programs.model
         self._weights = jax.tree.leaves(loaded.params)
         self._num_slots = programs.num_slots
@@ -105,7 +106,7 @@ class Runner:
         log.info("%s", self.pool)
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
         if not config.enforce_eager:
-            self._warm_up()  # while memory is free: XLA tries kernels out
+            self._warm_up(tracers)  # while memory is free: XLA tries kernels out
         self._make_kv = jax.jit(lambda: programs.new_kv(self.pool.num_pages)).lower().compile()
         self._kv = self._make_kv()
         self._state = jax.jit(programs.new_state, static_argnums=0)(self.pool.max_model_len)
@@ -125,6 +126,8 @@ class Runner:
         stats = device.memory_stats()
         if device.platform == "cpu" or not stats:
             return min(CPU_KV_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4)
+        self._programs.step_bytes()  # it may still be at it: nothing of that is to count as in use
+        stats = device.memory_stats()
         return self._programs.free_bytes(stats["bytes_limit"], stats["bytes_in_use"])
 
     def free(self, *, keep_weights: bool) -> None:
@@ -152,11 +155,12 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------ compile
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, tracers: Tracers) -> None:
         """Compiles every program."""
         started, count = time.monotonic(), len(self._programs.keys)
         log.info("compiling %d programs: about a minute the first time, then kept in %s", count, cache_dir())
-        compiled = self._programs.compile_all(self._compile, *self._sizes)
+        tracers.trace(*self._sizes)
+        compiled = self._programs.compile_all(self._compile, *self._sizes, wait=tracers.wait)
         self._ready |= dict(tqdm(compiled, desc="compiling steps", unit="program", total=count))
         sizes = len(self._programs.layouts)
         log.info("compiled %d programs of %d sizes in %.1f s", count, sizes, time.monotonic() - started)
