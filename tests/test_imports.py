@@ -56,6 +56,7 @@ FLOORS: dict[str, int] = {
     "waiting_queue": 3,
     "controller": 4,
     "programs": 4,
+    "tracers": 4,
     "runner": 5,
     "engine": 6,
     "engine_process": 7,
