@@ -5,7 +5,9 @@ All of it works from shapes, for a device that may be elsewhere; runner.py gives
 
 import contextlib
 import enum
+import functools
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -64,6 +66,14 @@ class Signature(NamedTuple):
     results: tuple[Any, ...]
 
 
+class Needs(NamedTuple):
+    """Bytes of a device that are neither weights nor KV pages."""
+
+    slots: int
+    step: int  # the largest one, twice
+    code: int  # of all programs; counted on TPUs, where it lies in the same memory and unrolled layers make it large
+
+
 class Programs:
     """Every program of a deployment.
 
@@ -105,24 +115,43 @@ class Programs:
         )
 
     def free_bytes(self, share_bytes: int, weight_bytes: int) -> int:
-        """What weights, slots and the largest step leave of a device's memory."""
-        step = self.step_bytes()
+        """What weights, slots, the largest step and code leave of a device's memory."""
+        needs = self.needs
         log.info(
-            "device memory: %.2f GiB share, %.2f GiB weights, %.2f GiB slots and largest step",
-            share_bytes / GiB, weight_bytes / GiB, step / GiB,
-        )  # fmt: skip
-        return share_bytes - weight_bytes - step - HEADROOM_BYTES
+            "device memory: %.2f GiB share, %.2f GiB weights, %.2f GiB slots, %.2f GiB largest step, %.2f GiB code",
+            *(size / GiB for size in (share_bytes, weight_bytes, *needs)),
+        )
+        return share_bytes - weight_bytes - sum(needs) - HEADROOM_BYTES
 
-    def step_bytes(self) -> int:
-        """Bytes that the slots and the largest step need: read off its compiled programs."""
-        bucket = max(self.buckets[Kind.FORWARD], key=lambda b: b.tokens)
+    @functools.cached_property
+    def needs(self) -> Needs:
+        """What a device's memory must hold beside weights and KV pages: read off some compiled programs."""
+        forward, on_tpu = self.buckets[Kind.FORWARD], self.backend.platform == "tpu"
+        most = max(forward, key=lambda b: b.tokens)
+        profiled: list[Key] = [(Kind.FORWARD, most), (Kind.DRAW, most.rows)]
+        if on_tpu:
+            profiled.append((Kind.FORWARD, max(b for b in forward if not b.prefill_tokens)))
         sizes = PROFILE_PAGES, self.model.max_model_len
-        size = nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len)))
-        for key in ((Kind.FORWARD, bucket), (Kind.DRAW, bucket.rows)):
+        step = sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys)
+        code = 0
+        for key in profiled:
             memory = self.lower(key, *sizes).compile(self.options(key)).memory_analysis()
-            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            size += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
-        return size + sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys)
+            if key in profiled[:2]:
+                results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+                step += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
+            if on_tpu:
+                code += memory.generated_code_size_in_bytes * sum(_alike(key, other) for other in self.keys)
+        return Needs(nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len))), step, code)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of each device."""
+        return nbytes(self._params)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the embedding, on each device; the head has as many."""
+        return nbytes(self._params["embed"])
 
     def new_kv(self, num_pages: int) -> list[KVPages]:
         head_dim = self.backend.stored_head_dim(self.model.head_dim)
@@ -221,9 +250,22 @@ class Programs:
         return Signature(weights, (kv, state.page_table), held, (state.last_token, packed), (forward,))
 
 
+def _alike(a: Key, b: Key) -> bool:
+    """Whether two programs have about as much code: two draws, two steps with prompts or two without."""
+
+    def sort(key: Key) -> bool | None:
+        return key[1].prefill_tokens > 0 if isinstance(key[1], Bucket) else None
+
+    return sort(a) == sort(b)
+
+
 def nbytes(tree: Any) -> int:
-    """Bytes of arrays or shapes."""
-    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+    """Bytes of shapes, on each device."""
+
+    def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        return a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
+
+    return sum(math.prod(shape(a)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 def _traced_for(device: Any) -> contextlib.AbstractContextManager[Any]:

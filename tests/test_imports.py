@@ -17,6 +17,7 @@ FLOORS: dict[str, int] = {
     "errors": 0,
     "logs": 0,
     "shapes": 0,
+    "tpu_topology": 1,
     "api_client": 1,
     "chat": 1,
     "chat_template": 1,
@@ -55,6 +56,7 @@ FLOORS: dict[str, int] = {
     "waiting_queue": 3,
     "controller": 4,
     "programs": 4,
+    "fit": 5,
     "runner": 5,
     "engine": 6,
     "engine_process": 7,
@@ -62,6 +64,7 @@ FLOORS: dict[str, int] = {
     "async_llm": 8,
     "bench": 8,
     "collect_env": 8,
+    "compile_ahead": 8,
     "repl": 8,
     "run_batch": 8,
     "serve": 8,
@@ -77,6 +80,7 @@ WITHOUT_JAX = (
     "chat",
     "checkpoint",
     "cli",
+    "compile_ahead",
     "config",
     "control",
     "controller",
@@ -99,6 +103,7 @@ WITHOUT_JAX = (
     "serve",
     "settings",
     "tokenizer",
+    "tpu_topology",
 )
 
 
