@@ -53,6 +53,8 @@ def run_compile(args: argparse.Namespace) -> int:
     config = replace(from_arguments(args, EngineConfig), load_format="dummy")  # no weights are needed
     setup_logging()
     compile_only()
+    import jax
+
     from jaxserve.checkpoint import Checkpoint
     from jaxserve.fit import Fit, nearest
     from jaxserve.step_cache import use_compile_cache
@@ -71,7 +73,8 @@ def run_compile(args: argparse.Namespace) -> int:
         others = ", or ".join(nearest(config, hf, topology))
         advice = f"; it fits with {others}" if others else ""
         raise DoesNotFit(f"{fit.what} does not fit: {error.message}{advice}", param=error.param) from None
-    print(f"\nIt fits. Compiled and traced programs for these TPUs are in {cache_dir()}.")
+    compiled = jax.config.jax_compilation_cache_dir or "no cache (it cannot be written to)"
+    print(f"\nIt fits. Traced programs for these TPUs are in {cache_dir() / 'steps'}, compiled ones in {compiled}.")
     if topology.num_hosts > 1:
         print(f"{topology.name} has {topology.num_hosts} hosts, and jaxserve serves from the devices of one.")
     return 0

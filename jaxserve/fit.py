@@ -67,11 +67,10 @@ class Fit:
                 f"--tensor-parallel-size must be at most {len(chips)}, the chips of {topology.name}, got {count}",
                 param="tensor_parallel_size",
             )
-        mesh = mesh_of(chips[:count])
         self.deployment: Deployment = resolve_deployment(config, hf, chips[0].platform, chips[0].device_kind)
-        self.programs = Programs(
-            model_shapes(self.deployment.model, self.deployment.dtype, mesh), self.deployment, mesh
-        )
+        mesh = mesh_of(chips[:count])
+        shapes = model_shapes(self.deployment.model, self.deployment.dtype, mesh)
+        self.programs = Programs(shapes, self.deployment, mesh)
         self.share_bytes = int(topology.chip.hbm_bytes * config.gpu_memory_utilization)
         self.weight_bytes = self.programs.weight_bytes
 
@@ -92,11 +91,20 @@ class Fit:
                 f"{self.share_bytes / GiB:.2f} GiB"
             )
         try:
-            return self.programs.size_pool(
-                self.config, lambda: self.programs.free_bytes(self.share_bytes, self.weight_bytes)
-            )
+            pool = self.programs.size_pool(self.config, lambda: self._free_bytes(self.share_bytes))
+            asked = self.config.kv_cache_memory_bytes or 0
+            free = self._free_bytes(self.topology.chip.hbm_bytes)
         except jax.errors.JaxRuntimeError as error:
             raise _does_not_fit(error) from None
+        if asked > free:
+            raise DoesNotFit(
+                f"--kv-cache-memory-bytes {asked} is more than the {free / GiB:.2f} GiB that the rest leaves of a chip",
+                param="kv_cache_memory_bytes",
+            )
+        return pool
+
+    def _free_bytes(self, of_bytes: int) -> int:
+        return self.programs.free_bytes(of_bytes, self.weight_bytes)
 
     def compile(self, pool: PoolSize, context: int) -> Iterator[Compiled]:
         """Every program, with the best time of a step whose decode rows have so many tokens of context.

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator

@@ -22,7 +22,7 @@ SHAPE = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
     "max_position_embeddings": 4096,
 }  # fmt: skip
-LARGE = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+WIDE = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
 
 pytestmark = pytest.mark.tpu_aot
@@ -78,9 +78,11 @@ def test_a_deployment_that_fits(model: Path, xla_cache: None, capsys):
     assert decode["bound by"] == "memory" and int(decode["VMEM MiB"]) > 0
     traced, compiled = set((kept / "steps").iterdir()), set((kept / "xla").glob("*-cache"))
     assert len(traced) >= len(rows) and len(compiled) >= len(rows)
-    # Whoever compiles the same for the same TPUs finds it: the keys do not depend on this process.
+    # Whoever compiles the same for the same TPUs finds it: names of files do not depend on what else was compiled.
     jax.clear_caches()
-    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL]) == 0
+    again = deployment_of(SMALL)
+    pool = again.pool()
+    again.programs.lower(again.programs.keys[0], pool.num_pages, pool.max_model_len).compile()
     assert set((kept / "steps").iterdir()) == traced and set((kept / "xla").glob("*-cache")) == compiled
 
 
@@ -89,11 +91,27 @@ def deployment_of(argv: tuple[str, ...]) -> Fit:
     return Fit(config, SHAPE, parse_topology("v5e-1"))
 
 
-def test_weights_that_are_too_large_are_told_without_compiling(model: Path, capsys):
-    (model / "config.json").write_text(json.dumps(LARGE))
-    assert cli.main(["compile", str(model), "--topology", "v5e-1"]) == 2
+def test_weights_that_are_too_large_are_told_with_the_chips_that_hold_them(model: Path, capsys):
+    (model / "config.json").write_text(json.dumps(WIDE))
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--gpu-memory-utilization", "0.19"]) == 2
     err = capsys.readouterr().err
-    assert "does not fit: the weights need" in err and "of each chip and there are 14.17 GiB" in err
+    assert "does not fit: the weights need 3.17 GiB" in err and "of each chip and there are 2.99 GiB" in err
+    assert err.rstrip().endswith("it fits with --topology v5e-4 --tensor-parallel-size 4")
+
+
+def test_chips_share_weights_and_kv_heads_and_add_up_their_parts():
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, tensor_parallel_size=4)
+    fit, alone = Fit(config, SHAPE, parse_topology("v6e-4")), deployment_of(SMALL)
+    assert alone.weight_bytes / 4 < fit.weight_bytes < alone.weight_bytes / 2, "kv heads are fewer, norms are whole"
+    key = next(key for key in fit.programs.keys if key[0].value == "plain")
+    text = fit.programs.lower(key, 64, 4096).compile().as_text()
+    assert text.count(" all-reduce(") >= 1 + 2 * SHAPE["num_hidden_layers"]
+    assert "ragged_paged_attention_1" in text
+
+
+def test_a_kv_cache_that_the_chip_cannot_hold_is_refused(model: Path, capsys):
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--kv-cache-memory-bytes", "15.7GiB"]) == 2
+    assert "--kv-cache-memory-bytes 16857746636 is more than the 15.2" in capsys.readouterr().err
 
 
 def test_a_kv_cache_that_is_too_small_says_what_length_fits(model: Path, capsys):
@@ -111,6 +129,8 @@ def test_a_kv_cache_that_is_too_small_says_what_length_fits(model: Path, capsys)
         (("--topology", "v5e-1", "--context-len", "0"), "--context-len must be at least 1, got 0"),
         (("--topology", "v5e-1", "--page-size", "8"), "--page-size must be one of"),
         (("--topology", "v5e-1", "--port", "1"), "unknown option '--port'"),
+        (("--topology", "v5e-4", "--tensor-parallel-size", "8"), "must be at most 4, the chips of v5e-4, got 8"),
+        (("--topology", "v5e-4", "--tensor-parallel-size", "3"), "--tensor-parallel-size must divide"),
         (("--topology", "v5e-1", "--attention-backend", "mosaic_gpu"), "it needs an NVIDIA Hopper GPU"),
     ],
 )
