@@ -36,6 +36,11 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("bench", "latency"): Command("jaxserve.bench.latency", "offline: time of one batch", "[MODEL] [options]"),
     ("bench", "throughput"): Command("jaxserve.bench.throughput", "offline: tokens per second", "[MODEL] [options]"),
     ("bench", "serve"): Command("jaxserve.bench.serve", "load on a running OpenAI-compatible server"),
+    ("compile",): Command(
+        "jaxserve.compile_ahead",
+        "compile for TPUs on any CPU host; says what fits",
+        "[MODEL] --topology NAME [options]",
+    ),
     ("collect-env",): Command("jaxserve.collect_env", "print versions and hardware, for a bug report", ""),
 }
 

@@ -139,7 +139,7 @@ class EngineConfig:
         ge=1,
     )
     gpu_memory_utilization: float = option(
-        0.9, "share of a GPU's memory that jaxserve may take", group="memory", gt=0, le=1
+        0.9, "share of a GPU's or TPU's memory that jaxserve may take", group="memory", gt=0, le=1
     )
     kv_cache_memory_bytes: int | None = option(
         None,
@@ -150,21 +150,21 @@ class EngineConfig:
     )
     page_size: int | None = option(
         None,
-        "tokens of one KV page (if not given: 64 on GPU, 16 elsewhere)",
+        "tokens of one KV page (if not given: 64 on GPU and TPU, 16 on CPU)",
         group="memory",
         choices=(16, 32, 64, 128, 256),
     )
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings", group="memory")
     max_num_seqs: int | None = option(
         None,
-        "sequences computed together at most (if not given: 256 on GPU, 32 on CPU)",
+        "sequences computed together at most (if not given: 256 on GPU, 128 on TPU, 32 on CPU)",
         group="scheduling",
         ge=1,
         le=4096,
     )
     max_num_batched_tokens: int | None = option(
         None,
-        "tokens of one step at most (if not given: 8192 on GPU, 160 on CPU)",
+        "tokens of one step at most (if not given: 8192 on GPU, 2048 on TPU, 160 on CPU)",
         group="scheduling",
         parse=parse_size,
         ge=16,
@@ -596,6 +596,18 @@ def reported_environment() -> dict[str, str]:
     """Variables that change how jaxserve runs, for `collect-env`. Of a secret only that it is set."""
     found = {k: v for k, v in sorted(os.environ.items()) if k.startswith(REPORTED_PREFIXES)}
     return {k: "(set, not shown)" if any(w in k.upper() for w in SECRET_WORDS) else v for k, v in found.items()}
+
+
+def compile_only() -> None:
+    """Sets libtpu up for compiling: it uses no chip and may be loaded twice, and asks no cloud what this machine is.
+
+    The type and the name of the host only keep it from complaining that it does not know them.
+    """
+    for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ["JAX_PLATFORMS"] = "cpu"
 
 
 MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"

@@ -70,7 +70,7 @@ def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: st
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_num_mixed_tokens=mixed,
-        buckets=make_buckets(max_num_seqs, budget, fine=platform == "gpu", fewest_rows=fewest_rows),
+        buckets=make_buckets(max_num_seqs, budget, platform=platform, fewest_rows=fewest_rows),
     )
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.config import EngineConfig, cache_dir, make_cache_dir, set_memory_share, size_text
+from jaxserve.config import EngineConfig, set_memory_share, size_text
 from jaxserve.control import Command
 from jaxserve.controller import Controller
-from jaxserve.errors import ConfigError, DeadlineExceeded, EngineDead, EngineError, JaxserveError, RequestError
+from jaxserve.errors import DeadlineExceeded, EngineDead, EngineError, JaxserveError, RequestError
 from jaxserve.grammar import GrammarCompiler, GrammarState
 from jaxserve.plan import Event, Plan
 from jaxserve.request import MAX_LOGPROBS, EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
@@ -357,30 +357,14 @@ def _start_jax(memory_share: float, num_devices: int = 1) -> list[Any]:
 
     Raises ConfigError if there are fewer devices.
     """
-    import jax
     from jax._src.xla_bridge import backends_are_initialized  # what no public name tells
 
-    in_force, who = set_memory_share(memory_share, started=backends_are_initialized())
-    _use_compile_cache(jax)
+    from jaxserve import step_cache
     from jaxserve.sharding import devices
 
+    in_force, who = set_memory_share(memory_share, started=backends_are_initialized())
+    step_cache.use_compile_cache()
     found = devices(num_devices)
     if found[0].platform == "gpu" and in_force != memory_share:
         log.warning("--gpu-memory-utilization %g is not in force, but %g: %s", memory_share, in_force, who)
     return found
-
-
-def _use_compile_cache(jax: Any) -> None:
-    """Compiled steps are kept on disk, the small ones too: a second start compiles nothing. A user's own wins."""
-    from jaxserve import step_cache
-
-    try:
-        make_cache_dir("xla")
-    except ConfigError as error:
-        log.warning("%s; what this start compiles is not kept", error.message)
-    step_cache.prune()
-    if jax.config.jax_compilation_cache_dir or not (cache_dir() / "xla").is_dir():
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

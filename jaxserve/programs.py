@@ -6,6 +6,7 @@ All of it works from shapes, for a device that may be elsewhere; runner.py gives
 import contextlib
 import enum
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -65,6 +66,14 @@ class Signature(NamedTuple):
     results: tuple[Any, ...]
 
 
+class Needs(NamedTuple):
+    """Bytes of a device that are neither weights nor KV pages."""
+
+    slots: int
+    step: int  # the largest one, twice
+    code: int  # of all programs; counted on TPUs, where it lies in the same memory and unrolled layers make it large
+
+
 class Programs:
     """Every program of a deployment.
 
@@ -81,7 +90,7 @@ class Programs:
         )
         self.mesh, self.target = mesh, target or mesh.devices.flat[0]
         self._traced_mesh = mesh if target is None else seen_as(mesh, target)
-        self._profile: Future[int] | None = None
+        self._profile: Future[Needs] | None = None
         self._dtype = jnp.dtype(deployment.dtype)
         self.num_slots = deployment.max_num_seqs + 1  # the last one is the trash slot
         # On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step.
@@ -109,49 +118,68 @@ class Programs:
         )
 
     def free_bytes(self, share_bytes: int, weight_bytes: int) -> int:
-        """What weights, slots and the largest step leave of a device's memory."""
-        step = self.step_bytes()
+        """What weights, slots, the largest step and code leave of a device's memory."""
+        needs = self.needs
         log.info(
-            "device memory: %.2f GiB share, %.2f GiB weights, %.2f GiB slots and largest step",
-            share_bytes / GiB, weight_bytes / GiB, step / GiB,
-        )  # fmt: skip
-        return share_bytes - weight_bytes - step - HEADROOM_BYTES
+            "device memory: %.2f GiB share, %.2f GiB weights, %.2f GiB slots, %.2f GiB largest step, %.2f GiB code",
+            *(size / GiB for size in (share_bytes, weight_bytes, *needs)),
+        )
+        return share_bytes - weight_bytes - sum(needs) - HEADROOM_BYTES
 
     def is_profiled(self) -> bool:
-        """Whether an earlier start has traced what `step_bytes` compiles: then it has traced all."""
+        """Whether an earlier start has traced what `needs` compiles: then it has traced all."""
         return all(self.path(key, *self._profile_sizes()).exists() for key in self._profile_keys())
 
     def begin_profile(self) -> None:
-        """Starts to find `step_bytes` out in a thread: it takes seconds, in which weights can be loaded."""
+        """Starts to find `needs` out in a thread: it takes seconds, in which weights can be loaded."""
         with _deep_stacks():
             pool = ThreadPoolExecutor(max_workers=1)
-            self._profile = pool.submit(self._measure_step)
+            self._profile = pool.submit(self._measure)
         pool.shutdown(wait=False)
 
-    def step_bytes(self) -> int:
-        """Bytes that the slots and the largest step need: read off its compiled programs."""
+    @property
+    def needs(self) -> Needs:
+        """What a device's memory must hold beside weights and KV pages: read off some compiled programs."""
         if self._profile is None:
             self.begin_profile()
         assert self._profile is not None
         return self._profile.result()
 
-    def _measure_step(self) -> int:
-        size = nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len)))
-        for key in self._profile_keys():
+    def _measure(self) -> Needs:
+        keys, sizes = self._profile_keys(), self._profile_sizes()
+        step, code = sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys), 0
+        for key in keys:
             # It never runs, so that nothing is tried out for it: that costs seconds, and memory among the weights.
             untried = {"xla_gpu_autotune_level": 0} if self.backend.platform == "gpu" else {}
-            lowered = self.lower(key, *self._profile_sizes())
-            memory = lowered.compile(self.options(key) | untried).memory_analysis()
-            results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-            size += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
-        return size + sum(2 * nbytes(self.signature(key, *self._profile_sizes()).held) for key in self.keys)
+            memory = self.lower(key, *sizes).compile(self.options(key) | untried).memory_analysis()
+            if key in keys[:2]:
+                results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+                step += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
+            if self.backend.platform == "tpu":
+                code += memory.generated_code_size_in_bytes * sum(_alike(key, other) for other in self.keys)
+        return Needs(nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len))), step, code)
 
     def _profile_keys(self) -> list[Key]:
-        bucket = max(self.buckets[Kind.FORWARD], key=lambda b: b.tokens)
-        return [(Kind.FORWARD, bucket), (Kind.DRAW, bucket.rows)]
+        """A step of the most tokens, its draw and, on TPUs, for the size of its code a step without prompts."""
+        forward = self.buckets[Kind.FORWARD]
+        most = max(forward, key=lambda b: b.tokens)
+        keys: list[Key] = [(Kind.FORWARD, most), (Kind.DRAW, most.rows)]
+        if self.backend.platform == "tpu":
+            keys.append((Kind.FORWARD, max(b for b in forward if not b.prefill_tokens)))
+        return keys
 
     def _profile_sizes(self) -> tuple[int, int]:
         return PROFILE_PAGES, self.model.max_model_len
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of each device."""
+        return nbytes(self._params)
+
+    @property
+    def table_bytes(self) -> int:
+        """Of the embedding, on each device; the head has as many."""
+        return nbytes(self._params["embed"])
 
     def new_kv(self, num_pages: int) -> list[KVPages]:
         head_dim = self.backend.stored_head_dim(self.model.head_dim)
@@ -267,9 +295,22 @@ class Programs:
         return Signature(weights, (kv, state.page_table), held, (state.last_token, packed), (forward,))
 
 
+def _alike(a: Key, b: Key) -> bool:
+    """Whether two programs have about as much code: two draws, two steps with prompts or two without."""
+
+    def sort(key: Key) -> bool | None:
+        return key[1].prefill_tokens > 0 if isinstance(key[1], Bucket) else None
+
+    return sort(a) == sort(b)
+
+
 def nbytes(tree: Any) -> int:
-    """Bytes of arrays or shapes."""
-    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
+    """Bytes of shapes, on each device."""
+
+    def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
+        return a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
+
+    return sum(math.prod(shape(a)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
 @contextlib.contextmanager

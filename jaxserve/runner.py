@@ -104,7 +104,7 @@ class Runner:
         self._compiles = _CompileCounter()
         self._device = ThreadPoolExecutor(1, "device")
         self._flags = [0] * self._num_slots
-        self.pool = programs.size_pool(config, self._free_bytes)
+        self.pool = programs.size_pool(config, lambda: self._free_bytes(config.gpu_memory_utilization))
         log.info("%s%s", self.pool, f", on each of {mesh.size} devices" if mesh.size > 1 else "")
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
         if not config.enforce_eager:
@@ -124,16 +124,20 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------- memory
 
-    def _free_bytes(self) -> int:
-        """What is left of each device's share for KV pages. On CPU, for all: fixed, or a quarter of RAM."""
+    def _free_bytes(self, share: float) -> int:
+        """What is left for KV pages of each device's memory that we may take. On CPU, for all: fixed, or a quarter of
+        RAM.
+        """
         devices = self._programs.mesh.local_devices
-        if devices[0].platform == "cpu" or not all(device.memory_stats() for device in devices):
+        platform = devices[0].platform
+        if platform == "cpu" or not all(device.memory_stats() for device in devices):
             ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             return min(CPU_KV_BYTES, ram // 4) // self._programs.mesh.size
-        self._programs.step_bytes()  # it may still be at it: nothing of that is to count as in use
+        _ = self._programs.needs  # they may still be measured: nothing of that is to count as in use
         found = [device.memory_stats() for device in devices]
-        share, used = min(stats["bytes_limit"] for stats in found), max(stats["bytes_in_use"] for stats in found)
-        return self._programs.free_bytes(share, used)
+        limit, used = min(stats["bytes_limit"] for stats in found), max(stats["bytes_in_use"] for stats in found)
+        # On a GPU the limit is our share: JAX keeps to it.
+        return self._programs.free_bytes(int(limit * share) if platform == "tpu" else limit, used)
 
     def free(self, *, keep_weights: bool) -> None:
         """Frees KV pages and weights on the device; `keep_weights`: they are in host memory then. No step may run."""

@@ -43,18 +43,23 @@ class Bucket:
 
 
 def make_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, *, fine: bool, fewest_rows: int = 1
+    max_num_seqs: int, max_num_batched_tokens: int, *, platform: str, fewest_rows: int = 1
 ) -> tuple[Bucket, ...]:
     """All buckets of an engine, smallest first; the largest holds exactly the token budget.
 
-    `fine` (GPU) spaces sizes closely, because padding costs time there at any size; otherwise they are few, because
-    compiling is what costs. No bucket has fewer rows than `fewest_rows`.
+    On a GPU sizes are spaced closely, because padding costs time there at any size. On a TPU memory tiles have 8 rows,
+    and up to some 250 tokens a step takes as long as reading the weights does; each program also takes some 50 MB of
+    its memory. On a CPU they are few, because compiling is what costs. No bucket has fewer rows than `fewest_rows`.
     """
     prefill_budget = max_num_batched_tokens - max_num_seqs
-    if fine:
+    if platform == "gpu":
         rows = [1, 8, 16, 32, 48, 64, 96, 128, *range(192, max_num_seqs, 64)]
         sizes, max_chunks = [64, 256, 512, 1024, 2048, 4096], 64
         beside = {64: {max_num_seqs}, 512: {max_num_seqs}, 2048: {64, max_num_seqs}}
+    elif platform == "tpu":
+        rows = [8, 32, 128, 512, 2048]
+        sizes, max_chunks = [256, 1024], 16
+        beside = {256: {max_num_seqs}, 1024: {max_num_seqs}}
     else:
         rows = [1, 4, 8, 16, 32, *(2**i for i in range(6, 13))]
         sizes, max_chunks = [32], 8

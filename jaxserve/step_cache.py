@@ -67,6 +67,20 @@ def jitted(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:
     return jax.jit(function, donate_argnums=donated, keep_unused=True)
 
 
+def use_compile_cache() -> None:
+    """Compiled steps are kept on disk, the small ones too: a second start compiles nothing. A user's own wins."""
+    try:
+        make_cache_dir("xla")
+    except ConfigError as error:
+        log.warning("%s; what this start compiles is not kept", error.message)
+    prune()
+    if jax.config.jax_compilation_cache_dir or not (cache_dir() / "xla").is_dir():
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def prune() -> None:
     """Deletes steps that nobody has used for KEEP_S, and compiled ones that are damaged."""
     _drop_damaged(cache_dir() / "xla")

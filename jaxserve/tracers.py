@@ -112,7 +112,7 @@ class Tracers:
         if tracer is None:
             return
         assert tracer.stdout is not None
-        if not wait_for([tracer.stdout], MAX_SILENCE_S):
+        if not wait_for([tracer.stdout.fileno()], MAX_SILENCE_S):
             why = f"has said nothing for {MAX_SILENCE_S:.0f} s"
         elif not os.read(tracer.stdout.fileno(), 1):
             why = "has ended"
@@ -145,9 +145,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever prints: it is no answer
     start = msgspec.json.decode(sys.stdin.buffer.readline())
     target, config = AbstractDevice(*start["device"]), EngineConfig(**start["config"])
-    jax.config.update(
-        "jax_num_cpu_devices", config.tensor_parallel_size
-    )  # where there are that many: in place of those
+    jax.config.update("jax_num_cpu_devices", config.tensor_parallel_size)  # in place of those
     deployment = resolve_deployment(config, start["hf"], target.platform, target.device_kind)
     mesh = mesh_of(devices(config.tensor_parallel_size))
     shapes = model_shapes(deployment.model, deployment.dtype, mesh)

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -54,9 +53,11 @@ def tpu_chips() -> Callable[[str], list[Any]]:
     Skips where the compiler is missing: pip install '.[dev,tpu]' brings it.
     """
     pytest.importorskip("libtpu", reason="libtpu is not installed: pip install '.[dev,tpu]'")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # do not ask a cloud VM what this machine is
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is used that another process could want
     from jax.experimental import topologies
+
+    from jaxserve.config import compile_only
+
+    compile_only()
 
     def chips(generation: str) -> list[Any]:
         return list(topologies.get_topology_desc(platform="tpu", topology_name=TPUS[generation]).devices)

@@ -50,6 +50,7 @@ def llm_of(folder: Path, size: int) -> LLM:
     return LLM(
         str(folder), load_format="dummy", tokenizer=str(GOLDENS / "vocab" / "smollm.gguf"), max_num_seqs=4,
         max_num_batched_tokens=36, kv_cache_memory_bytes=2**19, page_size=16, tensor_parallel_size=size,
+        dtype="float32",
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ FLOORS: dict[str, int] = {
     "errors": 0,
     "logs": 0,
     "shapes": 0,
+    "tpu_topology": 1,
     "api_client": 1,
     "chat": 1,
     "chat_template": 1,
@@ -57,6 +58,7 @@ FLOORS: dict[str, int] = {
     "controller": 4,
     "programs": 4,
     "tracers": 4,
+    "fit": 5,
     "runner": 5,
     "engine": 6,
     "engine_process": 7,
@@ -64,6 +66,7 @@ FLOORS: dict[str, int] = {
     "async_llm": 8,
     "bench": 8,
     "collect_env": 8,
+    "compile_ahead": 8,
     "http_process": 8,
     "repl": 8,
     "run_batch": 8,
@@ -81,6 +84,7 @@ WITHOUT_JAX = (
     "checkpoint",
     "child_process",
     "cli",
+    "compile_ahead",
     "config",
     "control",
     "controller",
@@ -104,6 +108,7 @@ WITHOUT_JAX = (
     "serve",
     "settings",
     "tokenizer",
+    "tpu_topology",
 )
 
 

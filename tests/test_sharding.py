@@ -19,7 +19,8 @@ HF = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_on_eight_devices():
     command = [sys.executable, "-m", "pytest", "-q", "-x", str(HERE / "sharding_cases.py")]
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}

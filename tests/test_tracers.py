@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from jax import export
-from jax._src.interpreters import mlir
+from jax._src.interpreters.mlir import make_ir_context  # what no public name tells
 from jax.sharding import AbstractDevice
+from jaxlib.mlir import ir
 
 from jaxserve import tracers
 from jaxserve.config import EngineConfig
@@ -67,8 +68,8 @@ def greedy_ids(engine: Engine) -> list[int]:
 def module(path: Path) -> set[str]:
     """A kept program's functions, without what differs: where they were traced, and how often a helper is there."""
     exported = export.deserialize(bytearray(path.read_bytes()))
-    with mlir.make_ir_context():
-        text = mlir.ir.Module.parse(exported.mlir_module()).operation.get_asm()
+    with make_ir_context():
+        text = str(ir.Module.parse(exported.mlir_module()).operation.get_asm())
     return {str(exported.platforms), *re.split(r"\n  (?=func\.func )", re.sub(r"(@\w+?)(?:_\d+)?\b", r"\1", text))}
 
 

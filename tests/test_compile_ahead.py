@@ -1,0 +1,150 @@
+"""`jaxserve compile`, with the real TPU compiler: what it prints, what it keeps, and what does not fit."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src import compilation_cache
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve import cli
+from jaxserve.compile_ahead import HEAD
+from jaxserve.config import EngineConfig
+from jaxserve.errors import DoesNotFit
+from jaxserve.fit import Fit, _does_not_fit
+from jaxserve.tpu_topology import parse_topology
+
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+WIDE = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+
+pytestmark = pytest.mark.tpu_aot
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tpu_chip) -> Path:
+    """A directory with config.json, and a cache of its own."""
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return folder
+
+
+@pytest.fixture
+def xla_cache(model: Path) -> Iterator[None]:
+    """JAX's own cache is where the command puts it, also if something was compiled in this process before."""
+    names = ("compilation_cache_dir", "persistent_cache_min_compile_time_secs", "persistent_cache_min_entry_size_bytes")
+    before = {f"jax_{name}": getattr(jax.config, f"jax_{name}") for name in names}
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def table(out: str) -> list[dict[str, str]]:
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("|")]
+    assert tuple(rows[0]) == HEAD
+    return [dict(zip(HEAD, cells, strict=True)) for cells in rows[2:]]
+
+
+def test_a_deployment_that_fits(model: Path, xla_cache: None, capsys):
+    kept = model.parent / "cache"
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "on 1 chip of v5e-1 (1 chip, 1x1x1, 1 host)" in out
+        and "15.75  that programs may use" in out
+        and "It fits." in out
+    )
+    rows = table(out)
+    deployment = deployment_of(SMALL)
+    assert len(rows) == len(deployment.programs.keys)
+    for row in rows:
+        assert float(row["HBM GiB"]) + float(row["free GiB"]) == pytest.approx(15.75, abs=0.011)
+        assert float(row["best ms"]) > 0 and float(row["GB touched"]) > 0
+        assert 0 <= int(row["VMEM MiB"]) <= 128
+    decode = next(row for row in rows if row["program"] == "plain" and not row["prompt tokens"])
+    assert decode["bound by"] == "memory" and int(decode["VMEM MiB"]) > 0
+    traced, compiled = set((kept / "steps").iterdir()), set((kept / "xla").glob("*-cache"))
+    assert len(traced) >= len(rows) and len(compiled) >= len(rows)
+    # Whoever compiles the same for the same TPUs finds it: names of files do not depend on what else was compiled.
+    jax.clear_caches()
+    again = deployment_of(SMALL)
+    pool = again.pool()
+    again.programs.lower(again.programs.keys[0], pool.num_pages, pool.max_model_len).compile()
+    assert set((kept / "steps").iterdir()) == traced and set((kept / "xla").glob("*-cache")) == compiled
+
+
+def deployment_of(argv: tuple[str, ...]) -> Fit:
+    config = EngineConfig(max_num_seqs=int(argv[1]), max_num_batched_tokens=int(argv[3]))
+    return Fit(config, SHAPE, parse_topology("v5e-1"))
+
+
+def test_weights_that_are_too_large_are_told_with_the_chips_that_hold_them(model: Path, capsys):
+    (model / "config.json").write_text(json.dumps(WIDE))
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--gpu-memory-utilization", "0.19"]) == 2
+    err = capsys.readouterr().err
+    assert "does not fit: the weights need 3.17 GiB" in err and "of each chip and there are 2.99 GiB" in err
+    assert err.rstrip().endswith("it fits with --topology v5e-4 --tensor-parallel-size 4")
+
+
+def test_chips_share_weights_and_kv_heads_and_add_up_their_parts():
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, tensor_parallel_size=4)
+    fit, alone = Fit(config, SHAPE, parse_topology("v6e-4")), deployment_of(SMALL)
+    assert alone.weight_bytes / 4 < fit.weight_bytes < alone.weight_bytes / 2, "kv heads are fewer, norms are whole"
+    key = next(key for key in fit.programs.keys if key[0].value == "plain")
+    text = fit.programs.lower(key, 64, 4096).compile().as_text()
+    assert text.count(" all-reduce(") >= 1 + 2 * SHAPE["num_hidden_layers"]
+    assert "ragged_paged_attention_1" in text
+
+
+def test_a_kv_cache_that_the_chip_cannot_hold_is_refused(model: Path, capsys):
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--kv-cache-memory-bytes", "15.7GiB"]) == 2
+    assert "--kv-cache-memory-bytes 16857746636 is more than the 15.2" in capsys.readouterr().err
+
+
+def test_a_kv_cache_that_is_too_small_says_what_length_fits(model: Path, capsys):
+    argv = ("--kv-cache-memory-bytes", "1MiB", "--max-model-len", "4096")
+    assert cli.main(["compile", str(model), "--topology", "v6e-1", *SMALL, *argv]) == 2
+    assert "the longest that fits is 448: pass --max-model-len 448" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "--topology is needed"),
+        (("--topology", "v5e-3"), "--topology must be one of v5e-1, v5e-4"),
+        (("--topology", "h100-8"), "--topology must be a slice of v4, v5e, v5p, v6e"),
+        (("--topology", "v5e-1", "--context-len", "0"), "--context-len must be at least 1, got 0"),
+        (("--topology", "v5e-1", "--page-size", "8"), "--page-size must be one of"),
+        (("--topology", "v5e-1", "--port", "1"), "unknown option '--port'"),
+        (("--topology", "v5e-4", "--tensor-parallel-size", "8"), "must be at most 4, the chips of v5e-4, got 8"),
+        (("--topology", "v5e-4", "--tensor-parallel-size", "3"), "--tensor-parallel-size must divide"),
+        (("--topology", "v5e-1", "--attention-backend", "mosaic_gpu"), "it needs an NVIDIA Hopper GPU"),
+    ],
+)
+def test_wrong_options_are_refused(model: Path, argv, message, capsys):
+    assert cli.main(["compile", str(model), *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_compiler_says_of_too_large_a_program_is_understood(tpu_chip):
+    place = SingleDeviceSharding(parse_topology("v5e-1").devices()[0])
+    lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((20 * 2**30,), jnp.int8, sharding=place))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        lowered.compile()
+    understood = _does_not_fit(caught.value)
+    assert isinstance(understood, DoesNotFit) and "15.75G" in understood.message
+    other = jax.errors.JaxRuntimeError("INTERNAL: anything")
+    assert _does_not_fit(other) is other
