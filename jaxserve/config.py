@@ -571,6 +571,11 @@ def engine_environment() -> dict[str, str]:
     return {**HUGE_PAGES, **os.environ}
 
 
+def tracer_environment() -> dict[str, str]:
+    """The environment of a process that traces programs: this one's, without accelerators."""
+    return {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+
 REPORTED_PREFIXES = (
     "GLIBC_TUNABLES",
     "JAX_",

@@ -43,10 +43,11 @@ class Engine:
         started = time.monotonic()
         devices = _start_jax(config.gpu_memory_utilization, config.tensor_parallel_size)
         from jaxserve.deployment import resolve_deployment
-        from jaxserve.models.loading import LoadedModel, load_model
+        from jaxserve.models.loading import LoadedModel, load_model, model_shapes
         from jaxserve.programs import Programs
         from jaxserve.runner import Runner
         from jaxserve.sharding import mesh_of
+        from jaxserve.tracers import Tracers
 
         checkpoint = checkpoint or Checkpoint.open(config)
         device, mesh = devices[0], mesh_of(devices)
@@ -57,12 +58,18 @@ class Engine:
             how = {"load_format": config.load_format, "seed": config.seed}
             return load_model(checkpoint, model, deployment.dtype, mesh=mesh, **how)
 
-        loaded = load()
-        log.info(
-            "weights: %s, %s of %s on %d x %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.dtype,
-            mesh.size, device.device_kind, time.monotonic() - started,
-        )  # fmt: skip
-        self._runner = Runner(config, loaded, Programs(loaded, deployment, mesh))
+        programs = Programs(model_shapes(model, deployment.dtype, mesh), deployment, mesh)
+        with Tracers(config, checkpoint.config, programs) as tracers:
+            if device.platform != "cpu" and config.kv_cache_memory_bytes is None:
+                if not config.enforce_eager and not programs.is_profiled():
+                    tracers.start(len(programs.keys))  # the pool's size is still open: they get ready
+                programs.begin_profile()
+            loaded = load()
+            log.info(
+                "weights: %s, %s of %s on %d x %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.dtype,
+                mesh.size, device.device_kind, time.monotonic() - started,
+            )  # fmt: skip
+            self._runner = Runner(config, loaded, programs, tracers)
         self.info = EngineInfo(
             model=config.model,
             vocab_size=model.vocab_size,

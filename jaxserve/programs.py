@@ -5,13 +5,13 @@ All of it works from shapes, for a device that may be elsewhere; runner.py gives
 
 import contextlib
 import enum
-import functools
 import logging
 import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ from jaxserve.paging.kv_cache import GiB, PoolSize, size_pool
 from jaxserve.pallas_kernels.reference import KVPages
 from jaxserve.sampling_inputs import empty_extras
 from jaxserve.shapes import Bucket, ceil_div, coarse
-from jaxserve.sharding import KV_PAGES, WHOLE, arrays, is_here, on_each, place, spec_at
+from jaxserve.sharding import KV_PAGES, WHOLE, arrays, is_here, on_each, place, seen_as, spec_at
 from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, PackedLayout, row_columns
 from jaxserve.step import build_draw, build_forward, build_plain
 
@@ -79,15 +79,18 @@ class Programs:
 
     `loaded` may hold shapes in place of weights. `mesh` is of this host or of a topology that is only compiled for; the
     weights are on it. `model` is what each of its devices runs.
+    `target`: the kind of device that programs are traced for, where it is another one than the mesh's.
     """
 
-    def __init__(self, loaded: LoadedModel, deployment: Deployment, mesh: Mesh):
+    def __init__(self, loaded: LoadedModel, deployment: Deployment, mesh: Mesh, target: AbstractDevice | None = None):
         self.deployment, self.model, self.backend = deployment, loaded.config, deployment.backend
         self._graphdef = loaded.graphdef
         self._params = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), loaded.params
         )
-        self.mesh, self._device = mesh, mesh.devices.flat[0]
+        self.mesh, self.target = mesh, target or mesh.devices.flat[0]
+        self._traced_mesh = mesh if target is None else seen_as(mesh, target)
+        self._profile: Future[Needs] | None = None
         self._dtype = jnp.dtype(deployment.dtype)
         self.num_slots = deployment.max_num_seqs + 1  # the last one is the trash slot
         # On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step.
@@ -123,25 +126,50 @@ class Programs:
         )
         return share_bytes - weight_bytes - sum(needs) - HEADROOM_BYTES
 
-    @functools.cached_property
+    def is_profiled(self) -> bool:
+        """Whether an earlier start has traced what `needs` compiles: then it has traced all."""
+        return all(self.path(key, *self._profile_sizes()).exists() for key in self._profile_keys())
+
+    def begin_profile(self) -> None:
+        """Starts to find `needs` out in a thread: it takes seconds, in which weights can be loaded."""
+        with _deep_stacks():
+            pool = ThreadPoolExecutor(max_workers=1)
+            self._profile = pool.submit(self._measure)
+        pool.shutdown(wait=False)
+
+    @property
     def needs(self) -> Needs:
         """What a device's memory must hold beside weights and KV pages: read off some compiled programs."""
-        forward, on_tpu = self.buckets[Kind.FORWARD], self.backend.platform == "tpu"
-        most = max(forward, key=lambda b: b.tokens)
-        profiled: list[Key] = [(Kind.FORWARD, most), (Kind.DRAW, most.rows)]
-        if on_tpu:
-            profiled.append((Kind.FORWARD, max(b for b in forward if not b.prefill_tokens)))
-        sizes = PROFILE_PAGES, self.model.max_model_len
-        step = sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys)
-        code = 0
-        for key in profiled:
-            memory = self.lower(key, *sizes).compile(self.options(key)).memory_analysis()
-            if key in profiled[:2]:
+        if self._profile is None:
+            self.begin_profile()
+        assert self._profile is not None
+        return self._profile.result()
+
+    def _measure(self) -> Needs:
+        keys, sizes = self._profile_keys(), self._profile_sizes()
+        step, code = sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys), 0
+        for key in keys:
+            # It never runs, so that nothing is tried out for it: that costs seconds, and memory among the weights.
+            untried = {"xla_gpu_autotune_level": 0} if self.backend.platform == "gpu" else {}
+            memory = self.lower(key, *sizes).compile(self.options(key) | untried).memory_analysis()
+            if key in keys[:2]:
                 results = memory.output_size_in_bytes - memory.alias_size_in_bytes
                 step += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
-            if on_tpu:
+            if self.backend.platform == "tpu":
                 code += memory.generated_code_size_in_bytes * sum(_alike(key, other) for other in self.keys)
         return Needs(nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len))), step, code)
+
+    def _profile_keys(self) -> list[Key]:
+        """A step of the most tokens, its draw and, on TPUs, for the size of its code a step without prompts."""
+        forward = self.buckets[Kind.FORWARD]
+        most = max(forward, key=lambda b: b.tokens)
+        keys: list[Key] = [(Kind.FORWARD, most), (Kind.DRAW, most.rows)]
+        if self.backend.platform == "tpu":
+            keys.append((Kind.FORWARD, max(b for b in forward if not b.prefill_tokens)))
+        return keys
+
+    def _profile_sizes(self) -> tuple[int, int]:
+        return PROFILE_PAGES, self.model.max_model_len
 
     @property
     def weight_bytes(self) -> int:
@@ -170,24 +198,41 @@ class Programs:
     # ---------------------------------------------------------------------------------------------- compile
 
     def compile_all[P](
-        self, compile: Callable[[Key, Any], P], num_pages: int, max_model_len: int
+        self,
+        compile: Callable[[Key, Any], P],
+        num_pages: int,
+        max_model_len: int,
+        wait: Callable[[Key], None] = lambda key: None,
     ) -> Iterator[tuple[Key, P]]:
         """What `compile(key, lowered)` makes of every program: lowered in a fixed order (stable cache keys), compiled
-        side by side.
+        side by side. `wait(key)` returns when it is time to lower that one.
         """
-        threading.stack_size(COMPILE_STACK_BYTES)
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            futures = [(key, pool.submit(compile, key, self.lower(key, num_pages, max_model_len))) for key in self.keys]
-            threading.stack_size(0)
+            futures = []
+            with _deep_stacks():
+                for key in self.keys:
+                    wait(key)
+                    futures.append((key, pool.submit(compile, key, self.lower(key, num_pages, max_model_len))))
             yield from ((key, future.result()) for key, future in futures)
 
     def lower(self, key: Key, num_pages: int, max_model_len: int) -> Any:
         """A program, to be compiled with `options`."""
+        return self._step(step_cache.lower, key, num_pages, max_model_len)
+
+    def trace(self, key: Key, num_pages: int, max_model_len: int) -> None:
+        """Sees to it that the step cache has what `lower` lowers."""
+        self._step(step_cache.trace, key, num_pages, max_model_len)
+
+    def path(self, key: Key, num_pages: int, max_model_len: int) -> Path:
+        """Where the step cache keeps what `lower` lowers."""
+        return self._step(step_cache.path, key, num_pages, max_model_len)
+
+    def _step[T](self, call: Callable[..., T], key: Key, num_pages: int, max_model_len: int) -> T:
         function, shapes, donated = self.flat(key, num_pages, max_model_len)
         what = self.layouts[key[1]] if isinstance(key[1], Bucket) else key[1]
         name = f"{self.model} {key[0]} {what} {self.backend.name}"
-        with _traced_for(self._device):
-            return step_cache.lower(function, shapes, donated=donated, name=name, device=self._device)
+        with _traced_for(self.target):
+            return call(function, shapes, donated=donated, name=name, device=self.target)
 
     def options(self, key: Key) -> dict[str, Any]:
         """How XLA is to compile a program."""
@@ -220,7 +265,7 @@ class Programs:
         begin, end = (len(jax.tree.leaves(part)) for part in (weights, (weights, updated, held)))
         in_specs = tuple(spec_at(s.sharding) for s in shapes)
         out_specs = [spec_at(s.sharding) for s in jax.tree.leaves((updated, results))]
-        return on_each(flat, self.mesh, in_specs, out_specs), shapes, range(begin, end)
+        return on_each(flat, self._traced_mesh, in_specs, out_specs), shapes, range(begin, end)
 
     def signature(self, key: Key, num_pages: int, max_model_len: int) -> Signature:
         kind, size = key
@@ -268,9 +313,23 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(shape(a)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
+@contextlib.contextmanager
+def _deep_stacks() -> Iterator[None]:
+    """Threads begun here have a stack that XLA can compile on."""
+    before = threading.stack_size(COMPILE_STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def kind_of(device: Any) -> AbstractDevice:
+    """What tracing may know of a device."""
+    return AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), device.platform)
+
+
 def _traced_for(device: Any) -> contextlib.AbstractContextManager[Any]:
     """A context in which kernels see this kind of device, and not one of this host."""
     if is_here(device):
         return contextlib.nullcontext()
-    kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), device.platform)
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind_of(device)))

@@ -40,6 +40,7 @@ from jaxserve.sampling_inputs import (
 from jaxserve.shapes import Bucket, choose_bucket
 from jaxserve.sharding import KV_PAGES, WHOLE, arrays, on_each, place
 from jaxserve.state import Drawn, Forward
+from jaxserve.tracers import Tracers
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Collected:
 class Runner:
     """Everything on the device. Host code never touches device arrays except through this class."""
 
-    def __init__(self, config: EngineConfig, loaded: LoadedModel, programs: Programs):
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, programs: Programs, tracers: Tracers):
         self._loaded, self._programs, self._model = loaded, programs, programs.model
         self._weights = jax.tree.leaves(loaded.params)
         self._num_slots, mesh = programs.num_slots, programs.mesh
@@ -107,7 +108,7 @@ class Runner:
         log.info("%s%s", self.pool, f", on each of {mesh.size} devices" if mesh.size > 1 else "")
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
         if not config.enforce_eager:
-            self._warm_up()  # while memory is free: XLA tries kernels out
+            self._warm_up(tracers)  # while memory is free: XLA tries kernels out
         new_kv = on_each(lambda: programs.new_kv(self.pool.num_pages), mesh, (), KV_PAGES)
         self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
         self._kv = self._make_kv()
@@ -127,10 +128,13 @@ class Runner:
         """What is left for KV pages of each device's memory that we may take. On CPU, for all: fixed, or a quarter of
         RAM.
         """
-        mesh = self._programs.mesh
-        found, platform = [device.memory_stats() for device in mesh.local_devices], mesh.local_devices[0].platform
-        if platform == "cpu" or not all(found):
-            return min(CPU_KV_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4) // mesh.size
+        devices = self._programs.mesh.local_devices
+        platform = devices[0].platform
+        if platform == "cpu" or not all(device.memory_stats() for device in devices):
+            ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            return min(CPU_KV_BYTES, ram // 4) // self._programs.mesh.size
+        _ = self._programs.needs  # they may still be measured: nothing of that is to count as in use
+        found = [device.memory_stats() for device in devices]
         limit, used = min(stats["bytes_limit"] for stats in found), max(stats["bytes_in_use"] for stats in found)
         # On a GPU the limit is our share: JAX keeps to it.
         return self._programs.free_bytes(int(limit * share) if platform == "tpu" else limit, used)
@@ -160,14 +164,15 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------ compile
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, tracers: Tracers) -> None:
         """Compiles every program."""
         started, count = time.monotonic(), len(self._programs.keys)
         log.info(
             "making %d programs ready: compiled the first time (about a minute), after that read from %s",
             count, cache_dir(),
         )  # fmt: skip
-        compiled = self._programs.compile_all(self._compile, *self._sizes)
+        tracers.trace(*self._sizes)
+        compiled = self._programs.compile_all(self._compile, *self._sizes, wait=tracers.wait)
         self._ready |= dict(tqdm(compiled, desc="programs ready", unit="program", total=count))
         sizes = len(self._programs.layouts)
         log.info("%d programs of %d sizes are ready after %.1f s", count, sizes, time.monotonic() - started)

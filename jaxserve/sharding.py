@@ -28,7 +28,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxserve.errors import ConfigError
@@ -79,6 +88,11 @@ def is_here(device: Any) -> bool:
 def mesh_of(devices: Sequence[Any]) -> Mesh:
     """A mesh of these devices, real ones or those of a topology, in the order of their links."""
     return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def seen_as(mesh: Mesh, kind: AbstractDevice) -> AbstractMesh:
+    """The mesh as programs are to see it that are traced on its devices for others, of that kind."""
+    return mesh.abstract_mesh.update(abstract_device=kind)
 
 
 # ---- what is split
@@ -179,7 +193,7 @@ def from_shards(sharding: Sharding, shape: Shape, shard: Callable[[int], np.ndar
 # ---- programs on the devices
 
 
-def on_each[F: Callable[..., Any]](function: F, mesh: Mesh, in_specs: Any, out_specs: Any) -> F:
+def on_each[F: Callable[..., Any]](function: F, mesh: Mesh | AbstractMesh, in_specs: Any, out_specs: Any) -> F:
     """`function` on each device's shards of its arguments. `out_specs` WHOLE: it gives the same on all of them."""
     if mesh.size == 1:
         return function

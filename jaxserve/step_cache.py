@@ -40,14 +40,26 @@ def lower(
 
     Arguments at the positions `donated` are donated. Raises what tracing raises.
     """
-    donate = tuple(donated)
-    path = cache_dir() / "steps" / f"{_key(name, shapes, device)}.stablehlo"
-    exported = _read(path)
+    exported = trace(function, shapes, donated=donated, name=name, device=device)
+    return jitted(exported.call, tuple(donated)).lower(*shapes)
+
+
+def trace(
+    function: Callable[..., list[jax.Array]], shapes: list[Any], *, donated: range, name: str, device: Any
+) -> export.Exported:
+    """What `lower` lowers: read, or traced and kept. The kind of device need not be one of this host."""
+    file = path(function, shapes, donated=donated, name=name, device=device)
+    exported = _read(file)
     if exported is None:
-        platforms = None if is_here(device) else [device.platform]
-        exported = export.export(jitted(function, donate), platforms=platforms, disabled_checks=OURS)(*shapes)
-        _write(path, bytes(exported.serialize()))
-    return jitted(exported.call, donate).lower(*shapes)
+        platforms = None if is_here(device) else ["cuda" if device.platform == "gpu" else device.platform]
+        exported = export.export(jitted(function, tuple(donated)), platforms=platforms, disabled_checks=OURS)(*shapes)
+        _write(file, bytes(exported.serialize()))
+    return exported
+
+
+def path(_: Any, shapes: list[Any], *, donated: range, name: str, device: Any) -> Path:
+    """Where `trace` keeps it."""
+    return cache_dir() / "steps" / f"{_key(name, shapes, device)}.stablehlo"
 
 
 def jitted(function: Callable[..., Any], donated: tuple[int, ...]) -> Any:

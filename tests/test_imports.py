@@ -57,6 +57,7 @@ FLOORS: dict[str, int] = {
     "waiting_queue": 3,
     "controller": 4,
     "programs": 4,
+    "tracers": 4,
     "fit": 5,
     "runner": 5,
     "engine": 6,

@@ -1,0 +1,215 @@
+"""Programs traced by other processes are those that the engine would have traced, and no start depends on them."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jax import export
+from jax._src.interpreters.mlir import make_ir_context  # what no public name tells
+from jax.sharding import AbstractDevice
+from jaxlib.mlir import ir
+
+from jaxserve import tracers
+from jaxserve.config import EngineConfig
+from jaxserve.deployment import resolve_deployment
+from jaxserve.engine import Engine
+from jaxserve.models.loading import model_shapes
+from jaxserve.programs import Programs
+from jaxserve.request import Request, SamplingParams
+from jaxserve.sharding import devices, mesh_of
+from jaxserve.tracers import Tracers, how_many
+
+CONFIG = EngineConfig(
+    model=str(Path(__file__).parent / "goldens" / "llama"), page_size=16, max_num_seqs=1, max_num_batched_tokens=17,
+    max_model_len=64, dtype="float32", kv_cache_memory_bytes=2**22,
+)  # fmt: skip
+HF = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+SIZES = 8, 512
+
+
+@pytest.fixture(autouse=True)
+def two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracers, "how_many", lambda platform, num_programs: 2 if num_programs else 0)
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    return tmp_path / "steps"
+
+
+def on_h200(tensor_parallel_size: int = 1) -> tuple[EngineConfig, Programs]:
+    """Few programs of H200s, as they look on this host."""
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=65, tensor_parallel_size=tensor_parallel_size)
+    deployment, mesh = resolve_deployment(config, HF, "gpu", "NVIDIA H200"), mesh_of(devices(tensor_parallel_size))
+    shapes = model_shapes(deployment.model, deployment.dtype, mesh)
+    return config, Programs(shapes, deployment, mesh, AbstractDevice("NVIDIA H200", 1, "gpu"))
+
+
+def greedy_ids(engine: Engine) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    engine.submit(Request(request_id="a", prompt_token_ids=[5, 6, 7], params=params, max_tokens=6))
+    ids = []
+    while engine.has_work():
+        ids += [each for delta in engine.step() for each in delta.token_ids]
+    return ids
+
+
+def module(path: Path) -> set[str]:
+    """A kept program's functions, without what differs: where they were traced, and how often a helper is there."""
+    exported = export.deserialize(bytearray(path.read_bytes()))
+    with make_ir_context():
+        text = str(ir.Module.parse(exported.mlir_module()).operation.get_asm())
+    return {str(exported.platforms), *re.split(r"\n  (?=func\.func )", re.sub(r"(@\w+?)(?:_\d+)?\b", r"\1", text))}
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name == tracers.__name__]
+
+
+def test_a_first_start_has_them_and_a_second_needs_none(steps: Path, caplog, monkeypatch: pytest.MonkeyPatch):
+    with caplog.at_level(logging.INFO, tracers.__name__):
+        ids = greedy_ids(Engine(CONFIG, checks=True))
+        (line,) = messages(caplog)
+        traced = {path.name: module(path) for path in steps.iterdir()}
+        assert line == f"2 processes trace {len(traced)} programs"
+        caplog.clear()
+        engine = Engine(CONFIG, checks=True)
+        assert greedy_ids(engine) == ids
+        assert not messages(caplog)
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(steps / "alone"))
+    for key in engine._runner._programs.keys:
+        engine._runner._programs.trace(key, *engine._runner._sizes)
+    assert {path.name: module(path) for path in (steps / "alone" / "steps").iterdir()} == traced
+
+
+def test_a_gpus_programs_are_the_same_ones(steps: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    config, programs = on_h200()
+    with Tracers(config, HF, programs) as found:
+        found.start(len(programs.keys))  # ahead: the pool's size may come later
+        found.trace(*SIZES)
+        for key in programs.keys:
+            found.wait(key)
+            assert programs.path(key, *SIZES).exists()
+    assert not messages(caplog)
+    traced = {path.name: module(path) for path in steps.iterdir()}
+    assert all("('cuda',)" in functions for functions in traced.values())
+    assert any("mosaic_gpu_v2" in function for functions in traced.values() for function in functions)
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(steps / "alone"))
+    for key in programs.keys:
+        programs.trace(key, *SIZES)
+    assert {path.name: module(path) for path in (steps / "alone" / "steps").iterdir()} == traced
+
+
+@pytest.mark.tpu_aot
+def test_programs_of_several_devices_are_the_same_ones(steps: Path, monkeypatch: pytest.MonkeyPatch, caplog, tpu_chips):
+    """The engine's are of two chips that this host has not; a tracer has CPU devices in their place."""
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=33, tensor_parallel_size=2)
+    mesh = mesh_of(tpu_chips("v5e")[:2])
+    chip = mesh.devices.flat[0]
+    deployment = resolve_deployment(config, HF, chip.platform, chip.device_kind)
+    programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
+    with Tracers(config, HF, programs) as found:
+        found.trace(*SIZES)
+        for key in programs.keys:
+            found.wait(key)
+            assert programs.path(key, *SIZES).exists()
+    assert not messages(caplog)
+    traced = {path.name: module(path) for path in steps.iterdir()}
+    assert any("all_reduce" in function for functions in traced.values() for function in functions)
+    assert any("tpu_custom_call" in function for functions in traced.values() for function in functions)
+    for key in programs.keys:
+        programs.lower(key, *SIZES).compile(programs.options(key))  # which reads what they have traced
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(steps / "alone"))
+    for key in programs.keys:
+        programs.trace(key, *SIZES)
+    assert {path.name: module(path) for path in (steps / "alone" / "steps").iterdir()} == traced
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("raise SystemExit(1)", "has ended"),
+        ("import time; time.sleep(60)", "has said nothing"),
+        ("import os, time; os.write(1, b'.' * 50); time.sleep(60)", "traces others"),
+    ],
+)
+def test_what_one_does_not_do_the_engine_does(
+    steps: Path, monkeypatch: pytest.MonkeyPatch, caplog, code: str, why: str
+):
+    begun = []
+
+    def popen(_: list[str], **options):
+        begun.append(subprocess.Popen([sys.executable, "-c", code], **options))
+        return begun[-1]
+
+    monkeypatch.setattr(tracers, "Popen", popen)
+    monkeypatch.setattr(tracers, "MAX_SILENCE_S", 2.0)
+    config, programs = on_h200()
+    with Tracers(config, HF, programs) as found:
+        found.trace(*SIZES)
+        for key in programs.keys:
+            found.wait(key)
+    assert [why in line for line in messages(caplog)] == [True, True]
+    assert len(begun) == 2 and all(process.returncode is not None for process in begun)
+
+
+def test_without_a_cache_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path / "file"))
+    config, programs = on_h200()
+    with caplog.at_level(logging.INFO, tracers.__name__), Tracers(config, HF, programs) as found:
+        found.trace(*SIZES)
+        found.wait(programs.keys[0])
+    assert not messages(caplog)
+
+
+def test_they_end_with_the_engine(steps: Path):
+    code = """
+import sys, time; sys.path.insert(0, "tests")
+from jaxserve import tracers
+from test_tracers import HF, SIZES, on_h200
+tracers.how_many = lambda *_: 2
+config, programs = on_h200()
+found = tracers.Tracers(config, HF, programs)
+found.start(8)
+print(*(tracer.pid for tracer in found._tracers), flush=True)
+if "trace" in sys.argv: found.trace(*SIZES)
+time.sleep(60)
+"""
+    root = Path(__file__).parent.parent
+    engine = subprocess.Popen([sys.executable, "-c", code, "trace"], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert engine.stdout is not None
+    with engine:
+        pids = [int(pid) for pid in engine.stdout.readline().split()]
+        assert len(pids) == 2
+        engine.send_signal(signal.SIGKILL)
+    deadline_s = time.monotonic() + 60
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, "they outlive the engine"
+        time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}") is not None and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
+
+
+def test_only_where_they_pay(monkeypatch: pytest.MonkeyPatch):
+    cores = {1: 0, 2: 0, 4: 2, 16: 8, 128: 8}
+    for count, expected in cores.items():
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        assert how_many("gpu", 41) == how_many("tpu", 41) == expected
+        assert how_many("cpu", 41) == how_many("gpu", 7) == 0
