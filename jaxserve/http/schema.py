@@ -632,6 +632,8 @@ def _check_unsupported(name: str, value: Any, harmless: tuple) -> None:
     if value is None or any(value == each and type(value) is type(each) for each in harmless):
         return
     but = f"; it may be {' or '.join(map(short, harmless))}" if harmless else ""
+    if (kind := name.removeprefix("guided_")) in ("choice", "grammar", "json", "regex"):
+        but = f", structured_outputs.{kind} is"
     raise RequestError(f"{name} is not supported yet{but}, got {short(value)}", param=name)
 
 
