@@ -14,7 +14,7 @@ import pytest
 from jax import export
 from jax.sharding import PartitionSpec
 
-from jaxserve import LLM, SamplingParams, deployment, step_cache
+from jaxserve import LLM, SamplingParams, deployment, step_cache, tracers
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.control import Sleep, WakeUp
@@ -266,6 +266,19 @@ def test_traced_steps_are_kept_for_each_number_of_devices(tmp_path: Path, monkey
         lowered = step_cache.lower(lambda x: [x + 1], shapes, donated=range(0), name="n", device=devices()[0])
         assert lowered.compile().input_shardings[0][0].num_devices == size
     assert len(list((tmp_path / "steps").iterdir())) == 3
+
+
+def test_other_processes_trace_what_two_devices_run(tmp_path: Path, monkeypatch, caplog):
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tracers, "how_many", lambda platform, num_programs: 2 if num_programs else 0)
+    config = config_of("llama", tensor_parallel_size=2, max_num_seqs=1, max_num_batched_tokens=17, enforce_eager=False)
+    with caplog.at_level("INFO", tracers.__name__):
+        engine = Engine(config, checks=True)
+    said = [record.message for record in caplog.records if record.name == tracers.__name__]
+    assert said == [f"2 processes trace {len(engine._runner._programs.keys)} programs"]
+    (entry, *_) = golden("llama")
+    (deltas,) = run(engine, [request("a", entry["prompt_ids"], 4)]).values()
+    assert ids_of(deltas) == entry["ids"][:4]
 
 
 def test_a_step_with_hopper_kernels_lowers_for_two_gpus():
