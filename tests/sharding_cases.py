@@ -28,7 +28,7 @@ from jaxserve.programs import Kind, Programs
 from jaxserve.request import NOT_FINITE, StructuredOutputsParams
 from jaxserve.sampling import sample_split
 from jaxserve.sharding import AXIS, WHOLE, arrays, devices, mesh_of, on_each
-from tests.test_engine import CASES, GOLDENS, check_every_path, config_of, golden, ids_of, request, run
+from tests.test_engine import GOLDENS, check_every_path, config_of, golden, ids_of, request, run
 from tests.test_sampling import S, V, draw, make_rows, random_logits
 
 HEADS_OF_8 = {  # what eight devices can share: fewer kv heads than devices, a vocabulary that is no multiple, biases
@@ -67,7 +67,11 @@ def several(request, folder: Path) -> LLM:
 # ---- the same tokens
 
 
-@pytest.mark.parametrize(("case", "size"), [("llama3_bias_tied", 2), *((case, 4) for case in CASES)])
+# What is split in a way of its own: biases, tied and untied embeddings, norms of heads. All cases passed once, with 2 and 4.
+@pytest.mark.parametrize(
+    ("case", "size"),
+    [("llama3_bias_tied", 2), *((case, 4) for case in ("llama", "llama3_bias_tied", "mistral", "qwen2_tied", "qwen3"))],
+)
 def test_greedy_ids_equal_transformers_on_every_path(case: str, size: int):
     """Two kv heads: one for each of two devices, or one for each two of four."""
     engine = Engine(config_of(case, pool_tokens=208, dtype="float32", tensor_parallel_size=size), checks=True)
