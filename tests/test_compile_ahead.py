@@ -99,7 +99,7 @@ def test_weights_that_are_too_large_are_told_with_the_chips_that_hold_them(model
     assert err.rstrip().endswith("it fits with --topology v5e-4 --tensor-parallel-size 4")
 
 
-def test_chips_share_weights_and_kv_heads_and_add_up_their_parts():
+def test_chips_share_weights_and_kv_heads_and_add_up_their_parts(tpu_chip):
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, tensor_parallel_size=4)
     fit, alone = Fit(config, SHAPE, parse_topology("v6e-4")), deployment_of(SMALL)
     assert alone.weight_bytes / 4 < fit.weight_bytes < alone.weight_bytes / 2, "kv heads are fewer, norms are whole"
