@@ -60,8 +60,9 @@ async def rests(llm: AsyncLLM) -> None:
 
 
 async def test_cumulative_outputs_grow_and_do_not_change(llm):
-    outputs = await collect(llm.generate("Hello, my name is", params(logprobs=2), "mine"))
-    assert len(outputs) > 1 and [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    # long enough that a reader who falls behind, and gets what waits at once, is still told several times
+    outputs = await collect(llm.generate("Hello, my name is", params(logprobs=2, max_tokens=60), "mine"))
+    assert len(outputs) > 3 and [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
     assert {o.request_id for o in outputs} == {"mine"} and outputs[0].prompt == "Hello, my name is"
     last = outputs[-1].outputs[0]
     for output in outputs:
@@ -69,7 +70,7 @@ async def test_cumulative_outputs_grow_and_do_not_change(llm):
         assert last.token_ids[: len(one.token_ids)] == one.token_ids and last.text.startswith(one.text)
         assert one.logprobs is not None and len(one.logprobs) == len(one.token_ids)
     sizes = [len(o.outputs[0].token_ids) for o in outputs]
-    assert sizes == sorted(sizes) and sizes[-1] == 12 and last.finish_reason == "length"
+    assert sizes == sorted(sizes) and sizes[-1] == 60 and last.finish_reason == "length"
     stats = outputs[-1].metrics
     assert stats is not None and stats.first_token_s is not None and stats.finished_s is not None
     assert stats.arrival_s < stats.first_token_s < stats.finished_s and stats.queue_s >= 0
@@ -78,11 +79,11 @@ async def test_cumulative_outputs_grow_and_do_not_change(llm):
 
 async def test_deltas_join_to_the_whole_and_final_only_is_one(llm):
     prompt = {"prompt_token_ids": [5, 6, 7]}
-    more = {"logprobs": 2, "n": 2, "temperature": 1.0, "seed": 7}
+    more = {"logprobs": 2, "n": 2, "temperature": 1.0, "seed": 7, "max_tokens": 60}
     (final,) = await collect(llm.generate(prompt, params(output_kind=RequestOutputKind.FINAL_ONLY, **more)))
     deltas = await collect(llm.generate(prompt, params(output_kind=RequestOutputKind.DELTA, **more)))
     cumulative = await collect(llm.generate(prompt, params(**more)))
-    assert final.finished and cumulative[-1].outputs == final.outputs and len(deltas) > 2
+    assert final.finished and cumulative[-1].outputs == final.outputs and len(deltas) > 6
     for whole in final.outputs:
         pieces = [o.outputs[0] for o in deltas if o.outputs[0].index == whole.index]
         assert "".join(p.text for p in pieces) == whole.text

@@ -80,6 +80,14 @@ def messages(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> 
     return [r.message for r in caplog.records if r.name == tracers.__name__ and r.levelno >= level]
 
 
+def all_traced(found: Tracers, programs: Programs, steps: Path) -> dict:
+    """What tracers that were told to have traced: all programs, by their files."""
+    for key in programs.keys:
+        found.wait(key)
+        assert programs.path(key, *SIZES).exists()
+    return {path.name: module(path) for path in steps.iterdir()}
+
+
 def test_a_first_start_has_them_and_a_second_needs_none(steps: Path, caplog, monkeypatch: pytest.MonkeyPatch):
     with caplog.at_level(logging.INFO, tracers.__name__):
         ids = greedy_ids(Engine(CONFIG, checks=True))
@@ -101,11 +109,8 @@ def test_a_gpus_programs_are_the_same_ones(steps: Path, monkeypatch: pytest.Monk
     with Tracers(config, HF, programs) as found:
         found.start(len(programs.keys))  # ahead: the pool's size may come later
         found.trace(*SIZES)
-        for key in programs.keys:
-            found.wait(key)
-            assert programs.path(key, *SIZES).exists()
+        traced = all_traced(found, programs, steps)
     assert not messages(caplog)
-    traced = {path.name: module(path) for path in steps.iterdir()}
     assert all("('cuda',)" in functions for functions in traced.values())
     assert any("mosaic_gpu_v2" in function for functions in traced.values() for function in functions)
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(steps / "alone"))
@@ -124,11 +129,8 @@ def test_programs_of_several_devices_are_the_same_ones(steps: Path, monkeypatch:
     programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
     with Tracers(config, HF, programs) as found:
         found.trace(*SIZES)
-        for key in programs.keys:
-            found.wait(key)
-            assert programs.path(key, *SIZES).exists()
+        traced = all_traced(found, programs, steps)
     assert not messages(caplog)
-    traced = {path.name: module(path) for path in steps.iterdir()}
     assert any("all_reduce" in function for functions in traced.values() for function in functions)
     assert any("tpu_custom_call" in function for functions in traced.values() for function in functions)
     for key in programs.keys:
