@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from jaxserve.models.base import ModelConfig, Piece
@@ -49,31 +50,44 @@ class Attend(Protocol):
 @runtime_checkable
 class AddNorm(Protocol):
     """The sum of the residual stream and what a block adds to it (None: nothing), and its RMSNorm (arXiv:1910.07467).
+    What it adds may be parts of a product, [n, T, D].
 
     A jax.tree_util.Partial, given by the step: that of its backend.
     """
 
     def __call__(
-        self, x: Float[Array, "T D"], delta: Float[Array, "T D"] | None, weight: Float[Array, " D"], eps: float
+        self, x: Float[Array, "T D"], delta: Float[Array, "*n T D"] | None, weight: Float[Array, " D"], eps: float
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]: ...
 
 
+def undivided(rows: int, out: int, size: int) -> int:
+    """Into how many parts a product is split: none."""
+    return 1
+
+
 class Operations(NamedTuple):
-    """What a backend does for a layer, besides the products."""
+    """What a backend does for a layer, besides the products, and how it wants those that its add_norm takes."""
 
     attend: Attend
     add_norm: AddNorm
+    parts: Any = Partial(undivided)  # (T, out, in) -> n
 
 
-def matmul(x: Float[Array, "T in"], w: Float[Array, "out in"], *, out_dtype: Any = None) -> Float[Array, "T out"]:
+def matmul(
+    x: Float[Array, "T in"], w: Float[Array, "out in"], *, out_dtype: Any = None, parts: int = 1
+) -> Float[Array, "*n T out"]:
     """x @ w.T; with float32 weights the product is float32 on every device, not TF32.
 
+    More than one of `parts`: sums over so many parts of `in`, float32, that are still to be added up.
     All backends accumulate in float32 whatever they return; asking for float32 and casting would write it out.
     Not written as `x @ w.T`: XLA's CPU backend then copies the matrix element by element on every call with one row.
     """
     precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
-    contract = (((1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, w, contract, precision=precision, preferred_element_type=out_dtype or x.dtype)
+    contract, dtype = (((1,), (1,)), ((), ())), out_dtype or x.dtype
+    if parts > 1:
+        x, w = (a.reshape(a.shape[0], parts, -1) for a in (x, w))
+        contract, dtype = (((2,), (2,)), ((1,), (1,))), jnp.float32
+    return jax.lax.dot_general(x, w, contract, precision=precision, preferred_element_type=dtype)
 
 
 def rope_tables(
@@ -217,31 +231,41 @@ def decoder_layer(
     x is the residual stream and h its norm, both before and, for the next layer, after; kv_l comes back with this step
     written in.
     """
-    out, kv_l = attention(config, window, w, h, rope, kv_l, ops.attend, rows)
+    out, kv_l = attention(config, window, w, h, rope, kv_l, ops, rows)
     x, h = ops.add_norm(x if rows is None else x[rows], out, w["mlp_norm"], config.norm_eps)
-    x, h = ops.add_norm(x, gated_mlp(config, w, h), w["next_norm"], config.norm_eps)
+    x, h = ops.add_norm(x, gated_mlp(config, w, h, ops), w["next_norm"], config.norm_eps)
     return x, h, kv_l
 
 
 def attention(
     config: ModelConfig, window: int | None, w: dict[str, Array], x: Float[Array, "T D"], rope: tuple[Array, Array],
-    kv_l: Any, attend: Attend, rows: Int[Array, " S"] | None,
-) -> tuple[Float[Array, "T_or_S D"], Any]:  # fmt: skip
+    kv_l: Any, ops: Operations, rows: Int[Array, " S"] | None,
+) -> tuple[Float[Array, "*n T_or_S D"], Any]:  # fmt: skip
     """Grouped-query attention over the pages of each row."""
-    out, kv_l = attend(
+    out, kv_l = ops.attend(
         matmul(x, w["qkv"]), kv_l, rope, num_heads=config.num_heads, bias=w.get("qkv_bias"), q_norm=w.get("q_norm"),
         k_norm=w.get("k_norm"), eps=config.norm_eps, scale=config.attention_scale, sliding_window=window, softcap=None,
     )  # fmt: skip
     out = out.reshape(x.shape[0], -1)
-    out = add_up(matmul(out if rows is None else out[rows], w["o"]), config.shards)
-    return (out + w["o_bias"] if config.o_bias else out), kv_l
+    return block_output(config, out if rows is None else out[rows], w["o"], w.get("o_bias"), ops), kv_l
 
 
-def gated_mlp(config: ModelConfig, w: dict[str, Array], x: Float[Array, "T D"]) -> Float[Array, "T D"]:
+def gated_mlp(
+    config: ModelConfig, w: dict[str, Array], x: Float[Array, "T D"], ops: Operations
+) -> Float[Array, "*n T D"]:
     """SwiGLU (arXiv:2002.05202)."""
     gate_up = matmul(x, w["gate_up"])
     if "gate_up_bias" in w:
         gate_up = gate_up + w["gate_up_bias"]
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    out = add_up(matmul(jax.nn.silu(gate) * up, w["down"]), config.shards)
-    return out + w["down_bias"] if "down_bias" in w else out
+    return block_output(config, jax.nn.silu(gate) * up, w["down"], w.get("down_bias"), ops)
+
+
+def block_output(
+    config: ModelConfig, x: Float[Array, "T in"], w: Float[Array, "D in"], bias: Float[Array, " D"] | None,
+    ops: Operations,
+) -> Float[Array, "*n T D"]:  # fmt: skip
+    """What a block adds to the residual stream: its last product, in parts if `ops.add_norm` takes them best so."""
+    parts = ops.parts(x.shape[0], *w.shape) if bias is None and config.shards == 1 else 1
+    out = add_up(matmul(x, w, parts=parts), config.shards)
+    return out if bias is None else out + bias

@@ -1,7 +1,9 @@
 """Residual sum and RMSNorm in one kernel for Hopper GPUs (Mosaic GPU).
 
 What: x + delta, and the norm of that sum, for steps of few rows. XLA makes two or three kernels of it, and in a decode
-step each costs 2 to 3 us however little it does, 64 times in Llama-8B.
+step each costs 2 to 3 us however little it does, 64 times in Llama-8B. delta may come in parts: a product with few rows
+and outputs fills the card only if it is split along its inputs. XLA splits such products too, and spends a kernel on
+each sum; here the sum costs nothing of its own.
 
 Why this shape: a row is held in the registers of one warpgroup, read once and written once; the only thing that its
 threads share is one sum. With many rows bandwidth is what counts, and XLA may add the residual in the epilogue of the
@@ -19,11 +21,14 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import reference
+from jaxserve.shapes import ceil_div
 
 THREADS = 128  # of a warpgroup
 VECTOR = 8  # elements of 16 bits that a thread loads at once
 MOST_ROWS = 512
 DTYPES = ("bfloat16", "float16")
+MULTIPROCESSORS = 132  # of an H100 SXM, H200 or GH200
+MOST_PARTS = 8
 
 
 def vector_of(size: int) -> int:
@@ -38,7 +43,12 @@ def _body(x_ref, delta_ref, weight_ref, sum_ref, out_ref, *, eps: float):
     def load(ref: Any) -> Array:
         return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
-    total = (load(x_ref.at[row]) + load(delta_ref.at[row])).astype(sum_ref.dtype)
+    if len(delta_ref.shape) == 2:
+        delta = load(delta_ref.at[row])
+    else:
+        parts = [load(delta_ref.at[i, row]) for i in range(delta_ref.shape[0])]
+        delta = sum(parts[1:], parts[0]).astype(x_ref.dtype).astype(jnp.float32)  # as one product would be rounded
+    total = (load(x_ref.at[row]) + delta).astype(sum_ref.dtype)
     weight = load(weight_ref)
     sum_ref.at[row][...] = total
     total = total.astype(jnp.float32)
@@ -50,8 +60,24 @@ def _body(x_ref, delta_ref, weight_ref, sum_ref, out_ref, *, eps: float):
 @partial(jax.jit, static_argnames=("eps",))
 def _add_norm(x: Array, delta: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    kernel = plgpu.kernel(partial(_body, eps=eps), out_type=(like, like), grid=(x.shape[0],), grid_names=("cta",))
+    kernel = plgpu.kernel(
+        partial(_body, eps=eps), out_type=(like, like), grid=(x.shape[0],), grid_names=("cta",), kernel_name="add_norm"
+    )
     return kernel(x, delta, weight)
+
+
+def parts(rows: int, out: int, size: int) -> int:
+    """Into how many parts a product of x [rows, size] and w [out, size] is split for `add_norm` to add up.
+
+    Measured on an H200 (docs/benchmarks.md): with more rows, or narrower matrices, XLA's own way is the faster one; a
+    single row is best split into half as many.
+    """
+    count, tiles = 1, ceil_div(out, 64) * (2 if rows == 1 else 1)
+    if rows > (128 if out >= 4096 else 32) or not vector_of(out):
+        return count
+    while tiles * count <= MULTIPROCESSORS and count < MOST_PARTS and size % (2 * count * 64) == 0:
+        count *= 2
+    return count
 
 
 def add_norm(x: Array, delta: Array | None, weight: Array, eps: float) -> tuple[Array, Array]:

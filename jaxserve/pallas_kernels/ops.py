@@ -30,7 +30,9 @@ class Backend:
     attend(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps, scale, sliding_window, softcap)
         -> [T, N, H], KVPages: `reference.rope_and_write`, then `reference.attention`. Donates `kv`; padding tokens go
         to page 0.
-    add_norm(x [T, D], delta [T, D] or None, weight [D], eps) -> x + delta, its RMSNorm.
+    add_norm(x [T, D], delta [T, D] or None, weight [D], eps) -> x + delta, its RMSNorm. delta may be float32 parts
+        [n, T, D] of a product.
+    parts(T, out, in) -> n: how many it is best made of; 1: none.
     stored_head_dim(H): how wide a page of `kv` is; what lies past H is 0.
     """
 
@@ -41,6 +43,7 @@ class Backend:
     prepare: Callable[[AttentionInput, int], AttentionInput]
     attend: Callable[..., tuple[Array, KVPages]]
     add_norm: Callable[..., tuple[Array, Array]] = reference.add_norm
+    parts: Callable[[int, int, int], int] = lambda rows, out, size: 1
     stored_head_dim: Callable[[int], int] = lambda head_dim: head_dim
 
 
@@ -129,7 +132,7 @@ def _why_not_mosaic_gpu(device: Device) -> str | None:
 
 def _make_mosaic_gpu(device: Device) -> Backend:
     from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
-    from jaxserve.pallas_kernels.add_norm_mosaic_gpu import add_norm
+    from jaxserve.pallas_kernels.add_norm_mosaic_gpu import add_norm, parts
     from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable
 
     make_kernel_hashes_stable()
@@ -141,6 +144,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         prepare=kernel.prepare,
         attend=kernel.attend,
         add_norm=add_norm,
+        parts=parts,
     )
 
 

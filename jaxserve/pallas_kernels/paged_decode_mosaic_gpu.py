@@ -547,6 +547,7 @@ def _attend(
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
+        kernel_name="decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )  # fmt: skip
     out, *partials = kernel(*operands.values())
@@ -566,6 +567,7 @@ def _attend(
         },
         grid=(ctas,),
         grid_names=("cta",),
+        kernel_name="combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     ref = jax.new_ref(out)

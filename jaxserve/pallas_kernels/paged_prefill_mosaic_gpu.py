@@ -432,6 +432,7 @@ def _attend(
         grid_names=("cta",),
         num_threads=3,
         thread_name="warpgroup",
+        kernel_name="prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     return kernel(q, k, v, tiles, kv_lens, page_table)

@@ -197,7 +197,12 @@ def rope(
 
 
 def add_norm(x: Array, delta: Array | None, weight: Array, eps: float) -> tuple[Array, Array]:
-    """x + delta [T, D] (None: x), and its RMSNorm (arXiv:1910.07467) with weight [D], in float32 and rounded once."""
+    """x + delta [T, D] (None: x), and its RMSNorm (arXiv:1910.07467) with weight [D], in float32 and rounded once.
+
+    delta may be float32 parts [n, T, D] of what is to be added.
+    """
+    if delta is not None and delta.ndim == 3:
+        delta = jnp.sum(delta, axis=0).astype(x.dtype)
     x = x if delta is None else x + delta
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)

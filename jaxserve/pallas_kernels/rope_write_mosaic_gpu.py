@@ -191,6 +191,7 @@ def _rope_and_write(
         out_type=jax.ShapeDtypeStruct((tokens, num_heads, head_dim), dtype),
         grid=(tokens * len(groups),),
         grid_names=("cta",),
+        kernel_name="rope_write",
         # no thread reads what another wrote, so nobody has to wait
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )

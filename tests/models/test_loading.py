@@ -16,7 +16,7 @@ from jax.tree_util import Partial
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.models.layers import Operations
+from jaxserve.models.layers import Operations, matmul
 from jaxserve.models.loading import load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
 from jaxserve.pallas_kernels.reference import add_norm
@@ -182,6 +182,15 @@ def test_no_weight_is_copied_in_a_step(tokens, tied):
 
     program = jax.jit(run).lower(model.params, jnp.arange(tokens)).compile().as_text()
     assert not re.findall(r"^.* (?:copy|transpose)\(.*$", program, re.MULTILINE)
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_the_parts_of_a_product_add_up_to_it(parts):
+    rng = np.random.default_rng(parts)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((3, 128), (96, 128)))
+    split = matmul(x, w, parts=parts)
+    assert split.shape == (parts, 3, 96) and split.dtype == jnp.float32
+    np.testing.assert_allclose(split.sum(axis=0), matmul(x, w, out_dtype=jnp.float32), rtol=1e-5, atol=1e-5)
 
 
 # ---- configs

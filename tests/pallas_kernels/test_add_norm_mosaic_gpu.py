@@ -32,6 +32,27 @@ def test_the_interpreted_kernel_equals_the_reference(rows, size, dtype):
     np.testing.assert_allclose(np.asarray(norm, np.float32), np.asarray(want[1], np.float32), rtol=2**-7, atol=1e-6)
 
 
+@pytest.mark.parametrize("parts", [2, 8])
+def test_parts_of_a_product_are_added_up(parts):
+    x, delta, weight = operands(3, 1536)
+    split = jnp.asarray(np.random.default_rng(parts).dirichlet(np.ones(parts), size=(3, 1536)), jnp.float32)
+    split = jnp.moveaxis(split * delta.astype(jnp.float32)[..., None], -1, 0)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        total, norm = jax.jit(lambda *a: kernel.add_norm(*a, 1e-5))(x, split, weight)
+    want = reference.add_norm(x, split, weight, 1e-5)
+    for a, b in zip((total, norm), want, strict=True):  # parts are added in another order
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 128, 256])
+@pytest.mark.parametrize(("out", "size"), [(4096, 14336), (1536, 8960), (896, 4864), (576, 1536), (4096, 4096)])
+def test_parts_are_whole_tiles_and_only_where_the_kernel_adds_them(rows, out, size):
+    parts = kernel.parts(rows, out, size)
+    assert 1 <= parts <= kernel.MOST_PARTS and size % parts == 0 and size // parts % 64 == 0
+    assert parts == 1 or kernel.vector_of(out) and rows <= kernel.MOST_ROWS
+    assert rows < 256 or parts == 1
+
+
 def export_for_cuda(fn, *args) -> str:
     checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
     return jax.export.export(jax.jit(fn), platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()
