@@ -131,7 +131,7 @@ def longest_row(width: int, page_size: int, sliding_window: int | None) -> int:
 class Work(NamedTuple):
     """The work items of a step and the rows that are split. All sizes are static: see `Cuts`."""
 
-    items: Array  # i32[S + spare, 4] row, first KV tile, end KV tile, slot of its result (or WHOLE, NOTHING)
+    items: Array  # i32[S + spare, 5] row, first KV tile, end KV tile, slot of its result (or WHOLE, NOTHING), kv_len
     splits: Array  # i32[m, 2] rows that are split, and into how many; the nth row's slots begin at n * slots_per_row
     num_splits: Array  # i32[1] how many of those are real
 
@@ -164,7 +164,8 @@ def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     first, last = (begin[row] + (nth + i) * tiles[row] // count[row] for i in (0, 1))
     slot = jnp.where(count[row] > 1, (splits_end[row] - 1) * cuts.slots_per_row + nth, WHOLE)
     real = item < end[-1]
-    items = jnp.where(real[:, None], jnp.stack([row, first, last, slot], axis=1), jnp.array([0, 0, 0, NOTHING]))
+    columns = jnp.stack([row, first, last, slot, kv_lens[row]], axis=1)
+    items = jnp.where(real[:, None], columns, jnp.array([0, 0, 0, NOTHING, 0]))
     if cuts.heavy_first:  # by counting who goes before whom
         weight = jnp.where(real, last - first, -1)
         before = (weight[:, None] > weight) | ((weight[:, None] == weight) & (item[:, None] < item))
@@ -200,14 +201,12 @@ def _body(
 
     q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe bias [N + 2K, H], q_norm,
     k_norm [H];
-    k, v [P, K, page, H], in place: with qkv the new token's are written there; items i32[n, 4]; lens i32[S];
+    k, v [P, K, page, H], in place: with qkv the new token's are written there; items i32[n, 5];
     table i32[S, W]; out, as q: rows with one item; partial f32[slots, K, Gp, H] out: result of an item; lse
     f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
     """
     ref = dict(zip(names, refs, strict=True))
-    k_ref, v_ref, items_ref, lens_ref, table_ref, out_ref = (
-        ref[name] for name in ("k", "v", "items", "lens", "table", "out")
-    )
+    k_ref, v_ref, items_ref, table_ref, out_ref = (ref[name] for name in ("k", "v", "items", "table", "out"))
     fused = "qkv" in ref
     stages, _, head_dim = k_smem.shape
     group, halves, per_half = q_smem.shape[0], out_ref.shape[2], out_ref.shape[3]
@@ -221,7 +220,7 @@ def _body(
     heads = pl.ds(lax.rem(cta, jnp.int32(1)), HEAD_ROWS)  # a start that is not static: heads beyond G are 0, or dropped
     row, first_tile, slot = items_ref[item, 0], items_ref[item, 1], items_ref[item, 3]
     num_tiles = items_ref[item, 2] - first_tile
-    kv_len = lens_ref[row]
+    kv_len = items_ref[item, 4]  # with the item: a look-up less before pages can be asked for
     stored = kv_len - 1 if fused else kv_len  # the new token comes from qkv, not from its page
     has_new = (kv_len > 0) & (items_ref[item, 2] == lax.div(kv_len + (KV_TILE - 1), jnp.int32(KV_TILE)))
 
@@ -497,13 +496,13 @@ def _tiled(*shape: int, dtype: Any, columns: int | None = None):
 # One module-level jit, so that every layer of a step shares one traced call, two kernels and one compilation of each.
 @partial(jax.jit, static_argnames=("cuts", "scale", "sliding_window", "softcap", "eps", "stages", "overlap"))
 def _attend(
-    kv: KVPages, work: Work, kv_lens: Array, page_table: Array, given: dict[str, Array], *,
+    kv: KVPages, work: Work, page_table: Array, given: dict[str, Array], *,
     cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, eps: float, stages: int, overlap: bool,
 ) -> tuple[Array, KVPages]:  # fmt: skip
     """`given`: q, or qkv and what belongs to it, as `_body` names them -> out, as q there; kv with the new tokens."""
     (_, kv_heads, page_size, head_dim), dtype = kv.k.shape, kv.k.dtype
     fused = "qkv" in given
-    rows = kv_lens.shape[0]
+    rows = page_table.shape[0]
     if fused:
         per_kv_head = given["qkv"].shape[1] // kv_heads - 2
         halves = ceil_div(per_kv_head, HEAD_ROWS)
@@ -535,7 +534,7 @@ def _attend(
     pools: dict[str, Any] = {"k": kv.k, "v": kv.v}
     if fused:
         pools = {name: jax.new_ref(pool) for name, pool in pools.items()}
-    operands = given | pools | {"items": work.items, "lens": kv_lens, "table": page_table}
+    operands = given | pools | {"items": work.items, "table": page_table}
     kernel = plgpu.kernel(
         partial(
             _body, names=(*operands, *out_type), scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps,
@@ -628,7 +627,7 @@ def decode_attention(
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
     out, _ = _attend(
-        kv, work, kv_lens, page_table, {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)},
+        kv, work, page_table, {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)},
         scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0, **how,
     )  # fmt: skip
     return out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
@@ -670,7 +669,7 @@ def decode_qkv(
     given |= {"bias": bias.reshape(-1, head_dim)} if bias is not None else {}
     given |= {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
     out, kv = _attend(
-        kv, make_work(kv_lens, sliding_window, how["cuts"]), kv_lens, page_table, given,
+        kv, make_work(kv_lens, sliding_window, how["cuts"]), page_table, given,
         scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps, **how,
     )  # fmt: skip
     return out.reshape(rows, num_heads, head_dim), kv

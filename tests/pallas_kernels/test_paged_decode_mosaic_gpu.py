@@ -151,7 +151,8 @@ def test_work_items_cover_each_needed_tile_once(rows, kv_heads, sliding_window):
             own = own[np.lexsort((own[:, 2], own[:, 1]))]
             assert len(own) == split.get(row, 1) <= cuts.max_splits
             first = 0 if sliding_window is None else max(0, n - sliding_window) // kernel.KV_TILE
-            tiles = [tile for _, begin, end, _ in own for tile in range(begin, end)]
+            tiles = [tile for _, begin, end, *_ in own for tile in range(begin, end)]
+            assert (own[:, 4] == n).all()
             assert tiles == list(range(first, -(-n // kernel.KV_TILE)))
             if row in split:
                 assert (own[:, 2] - own[:, 1] >= cuts.min_tiles).all()
