@@ -68,4 +68,6 @@ def test_residual_and_norm_equal_the_reference(rows, size, parts):
         delta = jax.numpy.asarray(rng.normal(size=(parts, rows, size)), "float32")
     got = jax.jit(lambda *a: add_norm_mosaic_gpu.add_norm(*a, 1e-5))(x, delta, weight)
     for a, b in zip(got, reference.add_norm(x, delta, weight, 1e-5), strict=True):
-        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=2**-6 if parts else 1e-6)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2**-7, atol=2**-6 if parts else 1e-6
+        )
