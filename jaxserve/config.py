@@ -467,7 +467,7 @@ def _read_yaml(path: Path, known: dict[str, dataclasses.Field]) -> dict[str, Any
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text()) or {}
+        loaded = yaml.safe_load(path.read_text("utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}{_why_not_yaml(error)}", param="config") from None
     if not isinstance(loaded, dict):
