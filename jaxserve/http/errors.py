@@ -32,7 +32,10 @@ def error_response(info: ErrorInfo) -> web.Response:
         headers["Retry-After"] = str(info.retry_after_s)
     if info.code == Unauthorized.status:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(info.body(), status=info.code, headers=headers)
+    response = web.json_response(info.body(), status=info.code, headers=headers)
+    if info.code == PayloadTooLarge.status:
+        response.force_close()  # what is left of the body is not read: no next call can come behind it
+    return response
 
 
 @web.middleware
