@@ -8,7 +8,15 @@ from http import HTTPStatus
 
 from aiohttp import ClientConnectionError, web
 
-from jaxserve.errors import ErrorInfo, JaxserveError, MethodNotAllowed, NotFound, PayloadTooLarge, Unauthorized
+from jaxserve.errors import (
+    ErrorInfo,
+    JaxserveError,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    Unauthorized,
+    UnsupportedMediaType,
+)
 from jaxserve.request import short
 
 log = logging.getLogger(__name__)
@@ -56,6 +64,13 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         raise  # aiohttp closes the connection quietly
     except Exception as error:
         return error_response(describe(error))
+
+
+ENCODINGS = ("identity", "gzip", "deflate")
+
+
+def not_an_encoding(given: str) -> UnsupportedMediaType:
+    return UnsupportedMediaType(f"the Content-Encoding must be one of {', '.join(ENCODINGS)}, got {short(given)}")
 
 
 def _other_route(request: web.Request) -> str:
