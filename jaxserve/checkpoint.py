@@ -12,6 +12,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ import numpy as np
 from jaxserve import demo
 from jaxserve.config import DEMO_MODEL, EngineConfig, hf_token
 from jaxserve.errors import ConfigError
-from jaxserve.settings import token_ids
+from jaxserve.request import short
+from jaxserve.settings import mapping, names, token_ids
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -29,6 +31,8 @@ TensorReader = Callable[[], np.ndarray]
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
 WEIGHT_FILES = ("*.safetensors",)
+FLOATS = ("F16", "BF16", "F32", "F64")  # types of tensors in safetensors
+MAX_NAME_BYTES = 255  # of a file
 NOT_WEIGHTS = ("consolidated*", "adapter_*")  # Mistral's second copy of the weights, and LoRA
 
 log = logging.getLogger(__name__)
@@ -70,7 +74,7 @@ class Checkpoint(ABC):
             tokenizer.compile_templates()  # one that is bad can be replaced: not before this
             return tokenizer
         try:
-            return tokenizer.with_chat_template(Path(config.chat_template).expanduser().read_text())
+            return tokenizer.with_chat_template(Path(config.chat_template).expanduser().read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             message = f"--chat-template {config.chat_template}: {getattr(error, 'strerror', None) or error}"
             raise ConfigError(message, param="chat_template") from None
@@ -126,12 +130,16 @@ class DirectoryCheckpoint(Checkpoint):
                 raise ConfigError(f"{file} cannot be read: {error}") from None
             with opened as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    yield name, lambda name=name, tensors=tensors: tensors.get_tensor(name)
+                    yield name, partial(_read_tensor, file, tensors, name)
 
     def _weight_files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
-            files = [self.path / name for name in sorted(set(read_json(index, "model").get("weight_map", {}).values()))]
+            where = mapping(read_json(index, "model"), "weight_map", file=str(index))
+            listed = names({"weight_map": list(where.values())}, "weight_map", file=str(index))
+            if outside := [name for name in listed if not _is_file_name(name)]:
+                raise ConfigError(f"{index}: weight_map must name files beside it, got {short(outside[0])}")
+            files = [self.path / name for name in sorted(set(listed))]
             if absent := [file.name for file in files if not file.is_file()]:
                 raise ConfigError(f"{self.name} lacks {', '.join(absent)}, which {index.name} lists")
         else:
@@ -147,9 +155,28 @@ class DirectoryCheckpoint(Checkpoint):
         return load_tokenizer(self.path, eos_ids(self.generation_config, self.config))
 
 
+def _is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and not set("/\\\0") & set(name) and len(name.encode()) <= MAX_NAME_BYTES
+
+
+def _read_tensor(file: Path, tensors: Any, name: str) -> np.ndarray:
+    """One tensor of an open safetensors file. Raises ConfigError unless it holds plain floats.
+
+    Integers, bytes and 8-bit floats are a quantised model's, and mean nothing without their scales.
+    """
+    kind = tensors.get_slice(name).get_dtype()
+    if kind not in FLOATS:
+        raise ConfigError(f"{file}: {name} is {kind}, which is not supported: only {', '.join(FLOATS)} are")
+    return tensors.get_tensor(name)
+
+
 def find(model: str, patterns: tuple[str, ...], *, revision: str | None, param: str) -> Path:
     """A .gguf file, a directory, or the local snapshot of a Hugging Face repo, of which only `patterns` are fetched."""
     path = Path(model).expanduser()
+    try:
+        path.is_dir()
+    except OSError as error:  # too long a name, a folder that may not be looked into
+        raise ConfigError(f"{short(model, 300)}: {error.strerror}", param=param) from None
     if path.is_dir() or path.is_file() and path.suffix == ".gguf":
         if revision is not None:
             raise ConfigError(
@@ -211,7 +238,7 @@ def eos_ids(*configs: Mapping[str, Any]) -> list[int]:
 
 def read_json(path: Path, param: str | None = None) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}", param=param) from None
     except (ValueError, RecursionError) as error:

@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 failed, 2 wrong options, 130 interrupted.
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -57,6 +58,8 @@ def run_serve(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. Expected errors are one line on stderr, without a traceback."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model says what the terminal's encoding may not have
     try:
         code = _run(argv)
         sys.stdout.flush()  # here, where a closed pipe is expected

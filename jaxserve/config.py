@@ -272,6 +272,10 @@ class ServeConfig(EngineConfig):
         if not all(key.isprintable() for key in keys):
             raise ConfigError("--api-key may not hold control characters: no header could", param="api_key")
         object.__setattr__(self, "api_key", keys)
+        if not all(name.strip() for name in self.served_model_name):
+            raise ConfigError(
+                "--served-model-name may not be blank: nobody could ask for it", param="served_model_name"
+            )
         self._check_cors()
 
     def _check_cors(self) -> None:
@@ -467,11 +471,16 @@ def _read_yaml(path: Path, known: dict[str, dataclasses.Field]) -> dict[str, Any
     import yaml
 
     try:
-        loaded = yaml.safe_load(path.read_text()) or {}
+        text = path.read_text("utf-8")
+        loaded = yaml.safe_load(text) or {}
+        node = yaml.compose(text, yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}{_why_not_yaml(error)}", param="config") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"--config {path}: must hold `option: value` lines", param="config")
+    keys = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    if twice := [key for key in keys if keys.count(key) > 1]:  # of which YAML would take the last
+        raise ConfigError(f"--config {path}: option {twice[0]!r} is given twice", param="config")
     values = {}
     for key, value in loaded.items():
         name = str(key).replace("-", "_")

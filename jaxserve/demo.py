@@ -61,10 +61,11 @@ def download_wheel(folder: Path) -> Path:
 
 
 def _reason(said: str) -> str:
-    """Why pip failed: the first lost connection, or else its last error."""
+    """Why pip failed: the first lost connection, or else its last error, which may be a traceback."""
     lines = said.strip().splitlines() or ["no output"]
     lost = [line.partition("connection broken by ")[2] for line in lines if "connection broken by " in line]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    errors = [error for error in errors if error != "Exception:"]
     return (lost or errors[-1:] or lines[-1:])[0]
 
 

@@ -156,7 +156,14 @@ class GGUFFile:
         return {name: module for module in modules if (name := to_gguf.get_name(module))}
 
     def _read(self, hf_name: str, tensor: gguf.ReaderTensor) -> np.ndarray:
-        array = self._array(tensor)
+        try:
+            return self._in_hf_order(hf_name, self._array(tensor))
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"{self.path.name}: {tensor.name} cannot be read: {error}") from None
+
+    def _in_hf_order(self, hf_name: str, array: np.ndarray) -> np.ndarray:
         if self.architecture == "llama" and ".self_attn.q_proj." in hf_name:
             return undo_permute(array, self.config["num_attention_heads"])
         if self.architecture == "llama" and ".self_attn.k_proj." in hf_name:

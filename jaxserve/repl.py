@@ -163,6 +163,7 @@ def _repl(runner: asyncio.Runner, client: ApiClient, model: str, mode: Completio
 
 def _ask(runner: asyncio.Runner, client: ApiClient, model: str, mode: Completion | Chat, line: str) -> None:
     """Prints the answer to one line and remembers it; a stopped answer is remembered as far as it came."""
+    line = line.encode(errors="surrogateescape").decode(errors="replace")  # bytes that the locale does not know: UTF-8
     answer = Answer()
     try:
         runner.run(_stream(client, model, mode, line, answer))

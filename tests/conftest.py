@@ -104,6 +104,7 @@ class StandIn:
     """A server that speaks the OpenAI API and answers with the words `w0 w1 ...`; what it was asked is in `bodies`."""
 
     url: str = ""
+    word: str = "w"
     delay_s: float = 0.0  # before each word
     fail: Callable[[dict[str, Any]], int | None] = lambda body: None  # body -> HTTP status of a refusal
     refuse_models: tuple[int, Any] | None = None  # status and body of GET /v1/models
@@ -166,7 +167,7 @@ class StandIn:
                 await send({"error": {"message": "broken by the stand-in", "type": "InternalServerError", "code": 500}})
                 return response
             await asyncio.sleep(self.delay_s)
-            text = f"w{i} "
+            text = f"{self.word}{i} "
             await send({"choices": [{"index": 0, **({"delta": {"content": text}} if chat else {"text": text})}]})
         await send({"choices": [{"index": 0, "finish_reason": "length", **({"delta": {}} if chat else {"text": ""})}]})
         await send({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": words}})

@@ -71,6 +71,53 @@ def test_a_broken_shard_is_named(folder):
         list(open_(folder).tensors())
 
 
+NOT_FILES = ["../x.safetensors", "/etc/passwd", "a/b", "", ".", "..", "x\0", "x" * 5000, 1, None, ["x"], {}]
+
+
+@pytest.mark.parametrize("where", [[], ["a"], 5, "x", *({"a": name} for name in NOT_FILES)], ids=lambda x: str(x)[:30])
+def test_an_index_that_lists_no_files_beside_it(folder, where):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    with pytest.raises(ConfigError, match="weight_map must"):
+        list(open_(folder).tensors())
+
+
+def test_an_index_that_lists_nothing(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": null}')
+    with pytest.raises(ConfigError, match=r"has no \*\.safetensors"):
+        list(open_(folder).tensors())
+
+
+SIZES = {
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "I16": 2,
+    "U16": 2,
+    "I32": 4,
+    "I64": 8,
+    "C64": 8,
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_tensors_that_are_no_plain_floats_are_refused_by_name(folder, kind):
+    (folder / "model.safetensors.index.json").unlink()
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    size = 4 * SIZES[kind]
+    header = json.dumps({"w": {"dtype": kind, "shape": [4], "data_offsets": [0, size]}}).encode()
+    (folder / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\1" * size)
+    tensors = open_(folder).tensors()  # the file is open as long as this lives
+    _, read = next(tensors)
+    with pytest.raises(
+        ConfigError, match=f"m.safetensors: w is {kind}, which is not supported: only F16, BF16, F32, F64"
+    ):
+        read()
+
+
 def test_a_second_copy_of_the_weights_is_left_alone(folder, tmp_path):
     single = shutil.copytree(GOLDENS / "llama", tmp_path / "single")
     shutil.copy(single / "model.safetensors", single / "consolidated.safetensors")
@@ -114,6 +161,15 @@ def test_no_model_is_the_demo_model(monkeypatch):
 def test_paths_that_are_not_there(model):
     with pytest.raises(ConfigError, match="no such file or directory"):
         open_(model)
+
+
+@pytest.mark.parametrize("model", ["x" * 300, "/" + "x" * 300, "a/" + "b" * 5000, "x" * 300 + ".gguf"])
+@pytest.mark.parametrize("option", ["model", "tokenizer"])
+def test_paths_that_the_system_refuses(folder, model, option):
+    config = EngineConfig(**{"model": str(folder), option: model})
+    with pytest.raises(ConfigError, match="File name too long") as caught:
+        Checkpoint.open(config).load_tokenizer(config)
+    assert caught.value.param == option and len(caught.value.message) < 400
 
 
 def test_a_file_that_is_no_model(tmp_path):
@@ -176,6 +232,31 @@ def test_a_template_file_that_is_not_there(folder):
     config = EngineConfig(model=str(folder), tokenizer=str(VOCAB / "spm.gguf"), chat_template="nowhere.jinja")
     with pytest.raises(ConfigError, match=r"--chat-template nowhere\.jinja: No such file"):
         Checkpoint.open(config).load_tokenizer(config)
+
+
+def test_files_are_utf_8_whatever_the_locale_says(tmp_path):
+    (tmp_path / "config.json").write_text('{"name": "Zoë"}', "utf-8")
+    (tmp_path / "generation_config.json").write_text('{"name": "Zoë"}', "utf-8")
+    (tmp_path / "chat.jinja").write_text("Zoë 😀", "utf-8")
+    (tmp_path / "serve.yaml").write_text("served-model-name: Zoë", "utf-8")
+    code = """
+import argparse, sys
+from jaxserve.checkpoint import Checkpoint
+from jaxserve.config import EngineConfig, ServeConfig, add_arguments, from_arguments
+folder, vocab = sys.argv[1:]
+config = EngineConfig(model=folder, tokenizer=vocab, chat_template=folder + "/chat.jinja")
+opened = Checkpoint.open(config)
+parser = argparse.ArgumentParser()
+add_arguments(parser, ServeConfig)
+served = from_arguments(parser.parse_args(["--config", folder + "/serve.yaml"]), ServeConfig).served_model_name
+names = opened.config["name"], opened.sampling_defaults(config)["name"], *served
+print(ascii([*names, opened.load_tokenizer(config).chat_template]))
+"""
+    ascii_locale = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", code, str(tmp_path), str(VOCAB / "spm.gguf")]
+    done = subprocess.run(command, capture_output=True, text=True, env=ascii_locale, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == ascii(["Zoë", "Zoë", "Zoë", "Zoë 😀"])
 
 
 # ---- the hub

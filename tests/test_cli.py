@@ -192,6 +192,18 @@ def test_complete_quick_and_stats(stand_in):
     assert (stand_in.bodies[0]["prompt"], stand_in.bodies[0]["model"]) == ("once", "other")
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+@pytest.mark.parametrize("quick", [True, False])
+def test_in_a_locale_without_unicode_text_goes_out_whole_and_what_comes_is_shown_as_it_can(stand_in, command, quick):
+    stand_in.word = "é😀"
+    said, ascii_locale = "Zoë 😀", {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    how = {"stdin": "" if quick else f"{said}\n"}
+    done = run(command, "--url", f"{stand_in.url}/v1", *(["-q", said] if quick else []), env=ascii_locale, **how)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "??0 ??1 ??2 \n", "")
+    asked = stand_in.bodies[0]
+    assert (asked["messages"][0]["content"] if command == "chat" else asked["prompt"]) == said
+
+
 def test_chat_remembers_the_conversation(stand_in):
     done = run("chat", "--url", f"{stand_in.url}/v1", stdin="one\n\ntwo\n")
     assert (done.returncode, done.stdout) == (0, "w0 w1 w2 \nw0 w1 w2 \n")

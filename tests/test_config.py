@@ -179,6 +179,8 @@ def test_yaml_values_and_flags_over_them(tmp_path: Path):
         ("api-key: [1234]", "in quotes"),
         ("revision: 1.0", "in quotes"),
         ("page-size: 32\npage_size: 64", "given twice"),
+        ("port: 1\nport: 2", "option 'port' is given twice"),
+        ("port: 1\n'port': 1", "option 'port' is given twice"),
     ],
 )
 def test_bad_yaml_names_the_file(text: str, message: str, tmp_path: Path):
@@ -187,6 +189,18 @@ def test_bad_yaml_names_the_file(text: str, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message) as caught:
         parsed("--config", str(file))
     assert str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("names", [[""], [" "], ["m", "\t"]])
+def test_a_blank_name_of_the_model_is_refused(names: list[str]):
+    with pytest.raises(ConfigError, match="--served-model-name may not be blank"):
+        ServeConfig(served_model_name=names)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "# nothing", "---"])
+def test_an_empty_yaml_file_says_nothing(text: str, tmp_path: Path):
+    (tmp_path / "options.yaml").write_text(text)
+    assert parsed("--config", str(tmp_path / "options.yaml")) == ServeConfig()
 
 
 def test_a_missing_yaml_file_is_named(tmp_path: Path):

@@ -53,6 +53,16 @@ def files_in(folder):
 needs_pip = pytest.mark.skipif(importlib.util.find_spec("pip") is None, reason="this Python has no pip")
 
 
+def test_what_pip_did_not_expect_is_told_by_the_end_of_its_traceback():
+    said = """ERROR: Exception:
+Traceback (most recent call last):
+  File "x.py", line 1, in run
+OSError: [Errno 28] No space left on device
+"""
+    assert demo._reason(said) == "OSError: [Errno 28] No space left on device"
+    assert demo._reason("WARNING: w\nERROR: no match\n") == "no match"
+
+
 @needs_pip
 def test_pip_brings_the_wheel_once_and_shows_its_progress(wheel, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PIP_NO_INDEX", "1")

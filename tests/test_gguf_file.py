@@ -329,3 +329,20 @@ def test_unknown_tensors_keep_their_names(tmp_path):
     writer.add_tensor("blk.0.something.weight", np.zeros(4, np.float32))
     finish(writer)
     assert [name for name, _ in GGUFFile(tmp_path / "m.gguf").tensors()][1] == "blk.0.something.weight"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 100])
+def test_a_tensor_whose_rows_are_not_those_of_the_heads(tmp_path, rows):
+    """Whatever its shape, it is read or refused by name; the loader compares shapes after that."""
+    hf = json.loads((GOLDENS / "llama" / "config.json").read_text())
+    writer = writer_of(tmp_path / "m.gguf", "llama", hf)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", np.zeros((rows, 4), np.float32))
+    finish(writer)
+    tensors = dict(GGUFFile(tmp_path / "m.gguf").tensors())
+    read = tensors["model.layers.0.self_attn.q_proj.weight"]
+    if rows % (2 * hf["num_attention_heads"]):
+        with pytest.raises(ConfigError, match=r"m\.gguf: blk\.0\.attn_q\.weight cannot be read"):
+            read()
+    else:
+        assert read().shape == (rows, 4)

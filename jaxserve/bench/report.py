@@ -177,7 +177,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     """Writes a result file; raises ConfigError if it cannot."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(data) + "\n")
+        path.write_text(json.dumps(data) + "\n", "utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 

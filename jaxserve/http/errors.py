@@ -8,7 +8,15 @@ from http import HTTPStatus
 
 from aiohttp import ClientConnectionError, web
 
-from jaxserve.errors import ErrorInfo, JaxserveError, MethodNotAllowed, NotFound, PayloadTooLarge, Unauthorized
+from jaxserve.errors import (
+    ErrorInfo,
+    JaxserveError,
+    MethodNotAllowed,
+    NotFound,
+    PayloadTooLarge,
+    Unauthorized,
+    UnsupportedMediaType,
+)
 from jaxserve.request import short
 
 log = logging.getLogger(__name__)
@@ -32,7 +40,10 @@ def error_response(info: ErrorInfo) -> web.Response:
         headers["Retry-After"] = str(info.retry_after_s)
     if info.code == Unauthorized.status:
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(info.body(), status=info.code, headers=headers)
+    response = web.json_response(info.body(), status=info.code, headers=headers)
+    if info.code == PayloadTooLarge.status:
+        response.force_close()  # what is left of the body is not read: no next call can come behind it
+    return response
 
 
 @web.middleware
@@ -53,6 +64,13 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         raise  # aiohttp closes the connection quietly
     except Exception as error:
         return error_response(describe(error))
+
+
+ENCODINGS = ("identity", "gzip", "deflate")
+
+
+def not_an_encoding(given: str) -> UnsupportedMediaType:
+    return UnsupportedMediaType(f"the Content-Encoding must be one of {', '.join(ENCODINGS)}, got {short(given)}")
 
 
 def _other_route(request: web.Request) -> str:

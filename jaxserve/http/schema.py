@@ -7,6 +7,7 @@ means the default. json_schema.py turns the same declarations into what /openapi
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -537,6 +538,22 @@ def _number(text: str) -> int | float:
     return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
+# Escapes one after the other; group 1: half of a character, without its other half.
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(u[dD][89a-fA-F][\da-fA-F]{2})|.)", re.DOTALL
+)
+
+
+def _why_not_json(body: bytes) -> str | None:
+    """What is wrong with a body, where the decoder would say of whole ones that they are cut off."""
+    if not body.strip():
+        return "it is empty"
+    for escape in _ESCAPE.finditer(body):
+        if half := escape[1]:
+            return f"\\{half.decode()} is half of a surrogate pair, and no character (byte {escape.start()})"
+    return None
+
+
 _DECODER = msgspec.json.Decoder(float_hook=_number)
 
 
@@ -545,7 +562,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         raw = _DECODER.decode(body)
     except msgspec.MsgspecError as error:
-        raise RequestError(f"the request body is not valid JSON: {error}") from None
+        raise RequestError(f"the request body is not valid JSON: {_why_not_json(body) or error}") from None
     except RecursionError:
         raise RequestError("the request body is nested too deeply") from None
     if not isinstance(raw, dict):

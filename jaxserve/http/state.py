@@ -12,6 +12,7 @@ from jaxserve.config import ServeConfig
 from jaxserve.errors import NotFound, PayloadTooLarge, RequestError, RequestTimeout, UnsupportedMediaType
 from jaxserve.frontend import Frontend
 from jaxserve.http import schema
+from jaxserve.http.errors import ENCODINGS, not_an_encoding
 from jaxserve.http.response_store import ResponseStore
 from jaxserve.metrics import Metrics
 from jaxserve.parsers import Formats
@@ -73,7 +74,6 @@ BODY_BYTES = web.RequestKey("body_bytes", int)  # the size of what read_object()
 
 
 BODY_TIMEOUT_S = 120.0  # that a client may take to send a body
-ENCODINGS = ("identity", "gzip", "deflate")
 
 
 async def read_object(request: web.Request) -> dict[str, Any]:
@@ -82,7 +82,7 @@ async def read_object(request: web.Request) -> dict[str, Any]:
         given = short(request.headers.get("Content-Type", "none"))
         raise UnsupportedMediaType(f"the Content-Type must be application/json, got {given}")
     if (encoding := request.headers.get("Content-Encoding", "identity").lower()) not in ENCODINGS:
-        raise UnsupportedMediaType(f"the Content-Encoding must be one of {', '.join(ENCODINGS)}, got {short(encoding)}")
+        raise not_an_encoding(encoding)
     body = await read_body(request)
     request[BODY_BYTES] = len(body)  # not content_length: a chunked body has none
     return schema.decode_object(body)

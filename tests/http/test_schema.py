@@ -103,3 +103,35 @@ def test_null_is_the_default_for_every_field():
 )
 def test_the_four_forms_of_a_prompt(prompt, prompts):
     assert split_prompts(prompt) == prompts
+
+
+HALVES = [
+    (r'{"user":"%s"}', r"\ud800"), (r'{"user":"x%sx"}', r"\uDFFF"), (r'{"user":"%s\n"}', r"\ud83d"),
+    (r'{"user":"\\%s"}', r"\udc00"), (r'{"user":"\ud83d\ude00%s"}', r"\ude00"), (r'{"%s":1}', r"\uDABC"),
+    (r'{"user":"%s\ud83d\ude00"}', r"\ud83d"), (r'{"user":"%s\u0041"}', r"\ud800"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "half"), HALVES)
+def test_half_of_a_surrogate_pair_is_named(body, half):
+    with pytest.raises(RequestError) as caught:
+        decode_object((body % half).encode())
+    place = f"{half} is half of a surrogate pair, and no character (byte {body.index('%s')})"
+    assert caught.value.message == f"the request body is not valid JSON: {place}"
+
+
+@pytest.mark.parametrize("body", ["", " ", "\n\t"])
+def test_an_empty_body_is_called_empty(body):
+    with pytest.raises(RequestError, match="is not valid JSON: it is empty"):
+        decode_object(body.encode())
+
+
+@pytest.mark.parametrize("body", [r'{"user":"\\ud800"}', r'{"user":"\ud83d\ude00"}'])
+def test_whole_characters_pass(body):
+    assert decode_object(body.encode()) == json.loads(body)
+
+
+@pytest.mark.parametrize("body", [r'{"user":"\\ud800",}', r'{"user":"\ud83d\ude00",}', '{"user'])
+def test_other_errors_keep_their_words(body):
+    with pytest.raises(RequestError, match="trailing comma|truncated"):
+        decode_object(body.encode())
