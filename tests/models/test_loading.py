@@ -4,6 +4,8 @@ import contextlib
 import json
 import math
 import re
+import weakref
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -74,6 +76,26 @@ def test_weights_are_cast_to_dtype(dtype):
     loaded = Fake("llama3_bias_tied").load(jnp.dtype(dtype))
     assert {str(p.dtype) for p in jax.tree.leaves(loaded.params)} == {dtype}
     assert loaded.nbytes == sum(p.size for p in jax.tree.leaves(loaded.params)) * jnp.dtype(dtype).itemsize
+
+
+def test_the_host_holds_few_tensors_at_a_time():
+    fake, live, peak = Fake("llama3_bias_tied"), [0], [0]
+    config = resolve(fake.config | {"num_hidden_layers": 16})[0]
+    layer = {name: array for name, array in fake.arrays.items() if ".layers.0." in name}
+    for i in range(16):
+        fake.arrays |= {name.replace(".0.", f".{i}."): array for name, array in layer.items()}
+
+    def read(array):
+        array = array.astype(np.float32)  # to be cast, so that on a CPU no parameter is this very memory
+        live[0] += array.nbytes
+        peak[0] = max(peak[0], live[0])
+        weakref.finalize(array, lambda n=array.nbytes: live.__setitem__(0, live[0] - n))
+        return array
+
+    fake.tensors = lambda: ((name, partial(read, array)) for name, array in fake.arrays.items())
+    load_model(fake, config, jnp.bfloat16, progress=False)
+    sizes = [4 * array.size for array in fake.arrays.values()]
+    assert peak[0] <= 4 * max(sizes) < sum(sizes) / 3  # gate waits for up, and one is still on its way
 
 
 def test_order_in_the_file_does_not_matter():
