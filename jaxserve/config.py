@@ -199,7 +199,7 @@ class EngineConfig:
         "auto",
         "attention kernels; auto: the best for the device",
         group="execution",
-        choices=("auto", "reference", "mosaic_gpu", "mosaic_tpu"),
+        choices=("auto", "reference", "mosaic_gpu", "triton", "mosaic_tpu"),
     )
     enforce_eager: bool = option(
         False, "start without compiling all steps ahead: ready at once, slow at first", group="execution"

@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +90,10 @@ class Programs:
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), loaded.params
         )
         self.mesh, self.target = mesh, target or mesh.devices.flat[0]
-        self._traced_mesh = mesh if target is None else seen_as(mesh, target)
+        self._traced_for = kind_of(self.target)
+        if deployment.backend.lowered_for:
+            self._traced_for = replace(self._traced_for, device_kind=deployment.backend.lowered_for)
+        self._traced_mesh = mesh if target is None else seen_as(mesh, self._traced_for)
         self._profile: Future[Needs] | None = None
         self._dtype = jnp.dtype(deployment.dtype)
         self.num_slots = deployment.max_num_seqs + 1  # the last one is the trash slot
@@ -231,7 +235,7 @@ class Programs:
         function, shapes, donated = self.flat(key, num_pages, max_model_len)
         what = self.layouts[key[1]] if isinstance(key[1], Bucket) else key[1]
         name = f"{self.model} {key[0]} {what} {self.backend.name}"
-        with _traced_for(self.target):
+        with contextlib.nullcontext() if is_here(self.target) else _kernels_see(self._traced_for):
             return call(function, shapes, donated=donated, name=name, device=self.target)
 
     def options(self, key: Key) -> dict[str, Any]:
@@ -328,8 +332,6 @@ def kind_of(device: Any) -> AbstractDevice:
     return AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), device.platform)
 
 
-def _traced_for(device: Any) -> contextlib.AbstractContextManager[Any]:
-    """A context in which kernels see this kind of device, and not one of this host."""
-    if is_here(device):
-        return contextlib.nullcontext()
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind_of(device)))
+def _kernels_see(kind: AbstractDevice) -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels are traced for this kind of device, and not for one of this host."""
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))

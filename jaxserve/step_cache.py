@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 KEEP_S = 30 * 24 * 3600
 
-OURS = (export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2"),)  # kernels that stay with the jax version they are of
+# Kernels that stay with the jax version they are of.
+OURS = tuple(export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton"))
 
 
 def lower(

@@ -1,9 +1,11 @@
-"""An engine's programs on an H200, lowered for CUDA on this CPU host, Hopper kernels and all. Nothing runs."""
+"""An engine's programs on GPUs, lowered for CUDA on this CPU host, kernels and all. Nothing runs."""
 
 import re
+from pathlib import Path
 
 import pytest
 from jax import export
+from jax.sharding import AbstractDevice
 
 from jaxserve.config import EngineConfig
 from jaxserve.deployment import resolve_deployment
@@ -11,24 +13,37 @@ from jaxserve.models.loading import model_shapes
 from jaxserve.programs import Kind, Programs
 from jaxserve.shapes import Bucket, choose_bucket
 from jaxserve.sharding import devices, mesh_of
-from jaxserve.step_cache import OURS, jitted
 
 LAYERS, SLOTS = 3, 32
+SIZES = {"max_num_seqs": SLOTS, "max_num_batched_tokens": SLOTS + 256}
 HF = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
     "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "max_position_embeddings": 512,
 }  # fmt: skip
-CONFIG = EngineConfig(max_num_seqs=SLOTS, max_num_batched_tokens=SLOTS + 256, attention_backend="mosaic_gpu")
-DEPLOYMENT = resolve_deployment(CONFIG, HF, "gpu", "NVIDIA H200")
-BUCKETS = DEPLOYMENT.buckets
+# Of A10G JAX knows nothing but its name.
+GPUS = {"mosaic_gpu": "NVIDIA H200", "triton": "NVIDIA A10G"}
+BUCKETS = resolve_deployment(EngineConfig(**SIZES), HF, "gpu", "NVIDIA H200").buckets
 SOME = [BUCKETS[0], BUCKETS[4], *BUCKETS[-2:]]
 
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
-@pytest.fixture(scope="module")
-def programs() -> Programs:
-    mesh = mesh_of(devices())
-    return Programs(model_shapes(DEPLOYMENT.model, DEPLOYMENT.dtype, mesh), DEPLOYMENT, mesh)
+
+@pytest.fixture(scope="module", params=GPUS)
+def programs(request: pytest.FixtureRequest) -> Programs:
+    mesh, kind = mesh_of(devices()), GPUS[request.param]
+    deployment = resolve_deployment(EngineConfig(**SIZES, attention_backend=request.param), HF, "gpu", kind)
+    assert deployment.buckets == BUCKETS
+    shapes = model_shapes(deployment.model, deployment.dtype, mesh)
+    return Programs(shapes, deployment, mesh, AbstractDevice(kind, 1, "gpu"))
+
+
+def lowered(programs: Programs, kind: Kind, size: Bucket | int, monkeypatch: pytest.MonkeyPatch, folder: Path):
+    """(module for CUDA, what is donated): traced as on a first start."""
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(folder))
+    programs.trace((kind, size), 8, 512)
+    exported = export.deserialize(bytearray(programs.path((kind, size), 8, 512).read_bytes()))
+    return exported.mlir_module(), programs.flat((kind, size), 8, 512)[2]
 
 
 def test_every_bucket_has_its_programs(programs: Programs):
@@ -45,15 +60,15 @@ def test_every_bucket_has_its_programs(programs: Programs):
     [(kind, bucket) for bucket in SOME for kind in (Kind.PLAIN, Kind.FORWARD)] + [(Kind.DRAW, SOME[-1].rows)],
     ids=str,
 )
-def test_it_lowers_for_cuda(programs: Programs, kind: Kind, size: Bucket | int):
-    function, shapes, donated = programs.flat((kind, size), 8, 512)
-    program = jitted(function, tuple(donated))
-    module = export.export(program, platforms=["cuda"], disabled_checks=OURS)(*shapes).mlir_module()
-    hashes = re.findall(r'kernel_hash = "([^"]*)"', module)
+def test_it_lowers_for_cuda(
+    programs: Programs, kind: Kind, size: Bucket | int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    module, donated = lowered(programs, kind, size, monkeypatch, tmp_path)
+    kernels = len(set(re.findall(r'kernel_hash = "([^"]*)"', module))) + module.count("@__gpu$xla.gpu.triton")
     if isinstance(size, Bucket):
         # All layers of a bucket share their kernels: rope and KV write; decode and its combine; prefill.
-        assert len(set(hashes)) <= 1 + 2 * bool(size.decode_rows) + bool(size.prefill_tokens)
-        assert len(hashes) >= 2 and len(donated) > 2 * LAYERS
+        assert 2 <= kernels <= 1 + 2 * bool(size.decode_rows) + bool(size.prefill_tokens)
+        assert len(donated) > 2 * LAYERS
     else:
-        assert not hashes
+        assert not kernels
     assert len(re.findall(r"(?:tf.aliasing_output|jax.buffer_donor)", module)) == len(donated)

@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 
 # wgmma exists on Hopper alone: Ampere and Ada lack it, Blackwell replaced it
 _HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
+# compute capability 8.0, 8.6 and 8.9
+_AMPERE_OR_ADA = re.compile(
+    r"NVIDIA (?:A(?:2|10|10G|10M|16|30|40|100|800)|L(?:2|4|20|40|40S)|RTX A\d+|.* Ada Generation|GeForce RTX [34]0\d0)"
+    r"\b"
+)
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Backend:
         [n, T, D] of a product.
     parts(T, out, in) -> n: how many it is best made of; 1: none.
     stored_head_dim(H): how wide a page of `kv` is; what lies past H is 0.
+    lowered_for: the kind of device that kernels are lowered for where the real one is elsewhere; None: its own.
     """
 
     name: str
@@ -45,6 +51,7 @@ class Backend:
     add_norm: Callable[..., tuple[Array, Array]] = reference.add_norm
     parts: Callable[[int, int, int], int] = lambda rows, out, size: 1
     stored_head_dim: Callable[[int], int] = lambda head_dim: head_dim
+    lowered_for: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,16 +86,17 @@ def resolve_backend(
         if name not in _BACKENDS:
             known = ", ".join(["auto", *_BACKENDS])
             raise ConfigError(f"--attention-backend must be one of {known}, got {name!r}", param="attention_backend")
-        why_not, make = _BACKENDS[name]
+        _, why_not, make = _BACKENDS[name]
         if reason := why_not(device):
             raise ConfigError(f"--attention-backend {name} cannot run: {reason}", param="attention_backend")
         log.info("attention backend: %s on %s, as asked", name, device)
         return make(device)
-    for name, (why_not, make) in _BACKENDS.items():
+    for name, (its_platform, why_not, make) in _BACKENDS.items():
         if reason := why_not(device):
             # On a CPU nobody expects a GPU's kernels, and as a start's first line it reads like a fault.
-            expected = name.endswith(f"_{device.platform}")
-            log.log(logging.INFO if expected else logging.DEBUG, "%s passed over: %s", name, reason)
+            log.log(
+                logging.INFO if its_platform == device.platform else logging.DEBUG, "%s passed over: %s", name, reason
+            )
             continue
         log.info("attention backend: %s on %s", name, device)
         return make(device)
@@ -148,6 +156,30 @@ def _make_mosaic_gpu(device: Device) -> Backend:
     )
 
 
+def _why_not_triton(device: Device) -> str | None:
+    if device.platform != "gpu" or not (_AMPERE_OR_ADA.match(device.kind) or _HOPPER.search(device.kind)):
+        return f"it needs an NVIDIA Ampere, Ada or Hopper GPU (A100, L4, RTX 4090, H100, ...), and this is {device}"
+    from jaxserve.pallas_kernels import paged_attention_triton as kernel
+
+    return kernel.unsupported(dtype=device.dtype, head_dim=device.head_dim)
+
+
+def _make_triton(device: Device) -> Backend:
+    from jaxserve.pallas_kernels import paged_attention_triton as kernel
+    from jaxserve.pallas_kernels.rope_write_triton import rope_and_write
+
+    tuning = kernel.tuning_of(device.head_dim)
+    return Backend(
+        name="triton",
+        platform=device.platform,
+        page_sizes=kernel.PAGE_SIZES,
+        default_page_size=64,
+        prepare=partial(kernel.prepare, tuning=tuning),
+        attend=in_turn(rope_and_write, partial(kernel.attention, tuning=tuning)),
+        lowered_for="NVIDIA A100",  # JAX knows few kinds by name, and lowers these kernels alike for all
+    )
+
+
 def _why_not_mosaic_tpu(device: Device) -> str | None:
     needs = f"it needs a TPU v4, v5e, v5p, v6e or 7x, and this is {device}"
     if device.platform != "tpu":
@@ -177,9 +209,11 @@ def _make_mosaic_tpu(device: Device) -> Backend:
     )
 
 
-# Best first: `auto` takes the first that can run. Each: why it cannot run on a device (None: it can), how it is made.
-_BACKENDS: dict[str, tuple[Callable[[Device], str | None], Callable[[Device], Backend]]] = {
-    "mosaic_gpu": (_why_not_mosaic_gpu, _make_mosaic_gpu),
-    "mosaic_tpu": (_why_not_mosaic_tpu, _make_mosaic_tpu),
-    "reference": (lambda device: None, _make_reference),
+# Best first: `auto` takes the first that can run. Each: its platform, why it cannot run on a device (None: it can), how
+# it is made.
+_BACKENDS: dict[str, tuple[str | None, Callable[[Device], str | None], Callable[[Device], Backend]]] = {
+    "mosaic_gpu": ("gpu", _why_not_mosaic_gpu, _make_mosaic_gpu),
+    "triton": ("gpu", _why_not_triton, _make_triton),
+    "mosaic_tpu": ("tpu", _why_not_mosaic_tpu, _make_mosaic_tpu),
+    "reference": (None, lambda device: None, _make_reference),
 }

@@ -1,6 +1,7 @@
 """Which backend a device gets, and that a named one either runs or raises."""
 
 import logging
+import re
 
 import jax
 import pytest
@@ -19,11 +20,26 @@ from jaxserve.pallas_kernels.ops import resolve_backend
         ("cuda", "NVIDIA H100 80GB HBM3", {"dtype": "bfloat16", "head_dim": 128, "group": 4}, "mosaic_gpu"),
         ("gpu", "NVIDIA GH200 480GB", {"dtype": "float16"}, "mosaic_gpu"),
         ("gpu", "NVIDIA H200", {"dtype": "float32"}, "reference"),
-        ("gpu", "NVIDIA H200", {"head_dim": 80}, "reference"),
-        ("gpu", "NVIDIA H200", {"group": 32}, "reference"),
-        ("gpu", "NVIDIA A100-SXM4-80GB", {}, "reference"),
+        ("gpu", "NVIDIA H200", {"head_dim": 80}, "triton"),
+        ("gpu", "NVIDIA H200", {"group": 32}, "triton"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", {}, "triton"),
+        ("cuda", "NVIDIA A100 80GB PCIe", {"dtype": "float16", "head_dim": 96, "group": 71}, "triton"),
+        ("gpu", "NVIDIA A10G", {}, "triton"),
+        ("gpu", "NVIDIA L4", {"head_dim": 256}, "triton"),
+        ("gpu", "NVIDIA L40S", {}, "triton"),
+        ("gpu", "NVIDIA RTX A6000", {}, "triton"),
+        ("gpu", "NVIDIA RTX 6000 Ada Generation", {}, "triton"),
+        ("gpu", "NVIDIA GeForce RTX 3060 Laptop GPU", {}, "triton"),
+        ("gpu", "NVIDIA GeForce RTX 4090", {}, "triton"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", {"dtype": "float32"}, "reference"),
+        ("gpu", "NVIDIA L4", {"head_dim": 512}, "reference"),
         ("gpu", "NVIDIA B200", {}, "reference"),
+        ("gpu", "NVIDIA GeForce RTX 5090", {}, "reference"),
+        ("gpu", "NVIDIA GeForce RTX 2080 Ti", {}, "reference"),
+        ("gpu", "Quadro RTX 4000", {}, "reference"),
+        ("gpu", "Tesla T4", {}, "reference"),
         ("gpu", "NVIDIA RTX H1000", {}, "reference"),
+        ("rocm", "AMD Instinct MI300X", {}, "reference"),
         ("tpu", "TPU v5e", {}, "mosaic_tpu"),
         ("tpu", "TPU v4", {"dtype": "bfloat16", "head_dim": 64, "group": 7}, "mosaic_tpu"),
         ("tpu", "TPU v5 lite", {"dtype": "float32", "head_dim": 96}, "mosaic_tpu"),
@@ -42,10 +58,11 @@ def test_auto_takes_the_best_that_runs_and_says_so(platform, kind, shapes, expec
     assert backend.name == expected
     assert f"attention backend: {expected} on {kind}" in caplog.text
     # what is said of another platform's kernels would only confuse
-    for name, of in (("mosaic_gpu", ("gpu", "cuda")), ("mosaic_tpu", ("tpu",))):
-        assert (f"{name} passed over" in caplog.text) == (expected != name and platform in of)
+    best_first = {"gpu": ["mosaic_gpu", "triton"], "tpu": ["mosaic_tpu"]}.get(backend.platform, [])
+    worse = best_first[: best_first.index(expected)] if expected in best_first else best_first
+    assert re.findall(r"(\w+) passed over", caplog.text) == worse
     assert backend.default_page_size in backend.page_sizes
-    assert backend.platform == ("gpu" if platform == "cuda" else platform)
+    assert backend.platform == ("gpu" if platform in ("cuda", "rocm") else platform)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +74,10 @@ def test_auto_takes_the_best_that_runs_and_says_so(platform, kind, shapes, expec
         ("mosaic_gpu", "gpu", "NVIDIA H200", {"head_dim": 96}, "the model's is 96"),
         ("mosaic_gpu", "gpu", "NVIDIA H200", {"group": 17}, "the model has 17"),
         ("mosaic_gpu", "tpu", "TPU v5e", {}, "needs an NVIDIA Hopper GPU"),
+        ("triton", "cpu", "cpu", {}, "needs an NVIDIA Ampere, Ada or Hopper GPU"),
+        ("triton", "gpu", "Tesla T4", {}, "Tesla T4"),
+        ("triton", "gpu", "NVIDIA A100-SXM4-80GB", {"dtype": "float32"}, "the dtype is float32"),
+        ("triton", "gpu", "NVIDIA L4", {"head_dim": 512}, "the model's is 512"),
         ("mosaic_tpu", "cpu", "cpu", {}, "needs a TPU"),
         ("mosaic_tpu", "gpu", "NVIDIA H200", {}, "NVIDIA H200"),
         ("mosaic_tpu", "tpu", "TPU v2", {}, "this is TPU v2"),
@@ -70,8 +91,12 @@ def test_a_named_backend_that_cannot_run_raises(name, platform, kind, shapes, me
     assert caught.value.param == "attention_backend"
 
 
+def test_triton_can_be_asked_for_on_hopper():
+    assert resolve_backend("triton", "gpu", "NVIDIA H200", dtype="bfloat16", head_dim=128, group=4).name == "triton"
+
+
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="auto, mosaic_gpu, mosaic_tpu, reference, got 'flash'"):
+    with pytest.raises(ConfigError, match="auto, mosaic_gpu, triton, mosaic_tpu, reference, got 'flash'"):
         resolve_backend("flash", "cpu", "cpu")
 
 
