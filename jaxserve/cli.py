@@ -37,6 +37,9 @@ COMMANDS: dict[tuple[str, ...], Command] = {
     ("bench", "latency"): Command("jaxserve.bench.latency", "offline: time of one batch", "[MODEL] [options]"),
     ("bench", "throughput"): Command("jaxserve.bench.throughput", "offline: tokens per second", "[MODEL] [options]"),
     ("bench", "serve"): Command("jaxserve.bench.serve", "load on a running OpenAI-compatible server"),
+    ("bench", "kernels"): Command(
+        "jaxserve.bench.kernels", "kernels alone, beside the device's best", "[MODEL] [options]"
+    ),
     ("compile",): Command(
         "jaxserve.compile_ahead",
         "compile for TPUs on any CPU host; says what fits",

@@ -35,6 +35,7 @@ class Backend:
     attend(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps, scale, sliding_window, softcap)
         -> [T, N, H], KVPages: `reference.rope_and_write`, then `reference.attention`. Donates `kv`; padding tokens go
         to page 0.
+    halves: `rope_and_write` and `attention` as two functions, for benchmarks and tests; `attend` may be one kernel.
     add_norm(x [T, D], delta [T, D] or None, weight [D], eps) -> x + delta, its RMSNorm. delta may be float32 parts
         [n, T, D] of a product.
     parts(T, out, in) -> n: how many it is best made of; 1: none.
@@ -48,6 +49,7 @@ class Backend:
     default_page_size: int
     prepare: Callable[[AttentionInput, int], AttentionInput]
     attend: Callable[..., tuple[Array, KVPages]]
+    halves: tuple[Callable[..., tuple[Array, KVPages]], Callable[..., Array]]
     add_norm: Callable[..., tuple[Array, Array]] = reference.add_norm
     parts: Callable[[int, int, int], int] = lambda rows, out, size: 1
     stored_head_dim: Callable[[int], int] = lambda head_dim: head_dim
@@ -120,13 +122,15 @@ def in_turn(
 
 def _make_reference(device: Device) -> Backend:
     tuning = reference.CPU_TUNING if device.platform == "cpu" else reference.GPU_TUNING
+    halves = reference.rope_and_write, partial(reference.attention, tuning=tuning)
     return Backend(
         name="reference",
         platform=device.platform,
         page_sizes=(16, 32, 64, 128, 256),
         default_page_size=16,
         prepare=partial(reference.prepare, tuning=tuning),
-        attend=in_turn(reference.rope_and_write, partial(reference.attention, tuning=tuning)),
+        attend=in_turn(*halves),
+        halves=halves,
     )
 
 
@@ -151,6 +155,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         default_page_size=64,
         prepare=kernel.prepare,
         attend=kernel.attend,
+        halves=(kernel.rope_and_write, kernel.attention),
         add_norm=add_norm,
         parts=parts,
     )
@@ -169,13 +174,15 @@ def _make_triton(device: Device) -> Backend:
     from jaxserve.pallas_kernels.rope_write_triton import rope_and_write
 
     tuning = kernel.tuning_of(device.head_dim)
+    halves = rope_and_write, partial(kernel.attention, tuning=tuning)
     return Backend(
         name="triton",
         platform=device.platform,
         page_sizes=kernel.PAGE_SIZES,
         default_page_size=64,
         prepare=partial(kernel.prepare, tuning=tuning),
-        attend=in_turn(rope_and_write, partial(kernel.attention, tuning=tuning)),
+        attend=in_turn(*halves),
+        halves=halves,
         lowered_for="NVIDIA A100",  # JAX knows few kinds by name, and lowers these kernels alike for all
     )
 
@@ -198,13 +205,15 @@ def _make_mosaic_tpu(device: Device) -> Backend:
     generation = kernel.generation_of(device.kind)
     assert generation is not None, "it can run here"
     tuning = kernel.TUNING[generation]
+    halves = rope_and_write, partial(kernel.attention, tuning=tuning)
     return Backend(
         name="mosaic_tpu",
         platform=device.platform,
         page_sizes=kernel.PAGE_SIZES,
         default_page_size=64,
         prepare=partial(kernel.prepare, tuning=tuning),
-        attend=in_turn(rope_and_write, partial(kernel.attention, tuning=tuning)),
+        attend=in_turn(*halves),
+        halves=halves,
         stored_head_dim=kernel.stored_head_dim,
     )
 
