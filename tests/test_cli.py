@@ -134,9 +134,8 @@ def test_flags_are_not_abbreviated(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("path", [path for path in COMMANDS if path != ["collect-env"]], ids=" ".join)
 def test_every_command_names_an_unknown_option_and_what_was_meant(path: list[str], capsys: pytest.CaptureFixture[str]):
-    name = {"serve": "--port", "chat": "--max-tokens", "complete": "--max-tokens", "compile": "--dtype"}.get(
-        path[-1], "--seed"
-    )
+    name = {"serve": "--port", "chat": "--max-tokens", "complete": "--max-tokens", "compile": "--dtype",
+            "kernels": "--dtype"}.get(path[-1], "--seed")  # fmt: skip
     name = "--num-prompts" if path == ["bench", "serve"] else name
     needed = ["-i", "in.jsonl", "-o", "out.jsonl"] if path == ["run-batch"] else []
     assert cli.main([*path, *needed, f"{name}x", "3"]) == 2

@@ -4,6 +4,7 @@ A job is many layers in one program, each with the KV pool of another layer, so 
 that a model would not find there, and so that launching the program costs little of a layer.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,7 @@ from jaxserve.shapes import ceil_div
 MIN_SECONDS = 0.02  # of queued calls, timed together
 REPEATS = 5
 MAX_QUEUED = 10
-LAYERS, LARGE_LAYERS = 96, 8  # of a chain; the latter from LARGE_TOKENS on
+LAYERS, LARGE_LAYERS, CPU_LAYERS = 96, 8, 2  # of a chain; LARGE from LARGE_TOKENS on
 LARGE_TOKENS = 1024
 POOL_BYTES = 4e9  # of all pools of a chain, unless two take more
 MAX_POOLS = 32
@@ -78,19 +79,19 @@ def time_jobs(jobs: Sequence[Job]) -> Iterator[float]:
 
 def _time_us(call: Callable[..., Any], job: Job) -> float:
     """Of one call. Calls are queued, so that the dispatch of all but the first is hidden."""
-    keys = iter(jax.random.split(jax.random.key(0), 1000))
-
-    def new(like: Any) -> Array:
-        return _random(next(keys), jax.ShapeDtypeStruct(like.shape, like.dtype))
-
     pools, x, meta, extras = job.arguments()
-    pools, x, extras = (jax.tree.map(new, tree) for tree in (pools, x, extras))
+    pools, x, extras = (jax.tree.map(_numbers, tree) for tree in (pools, x, extras))
     return time_us(call, pools, x, meta, extras)
 
 
-@partial(jax.jit, static_argnums=1)
-def _random(key: Array, like: jax.ShapeDtypeStruct) -> Array:
-    return jax.random.normal(key, like.shape, like.dtype)
+def _numbers(like: Any) -> Array:
+    """Numbers from -1 to 1 that look like no others; quickly compiled."""
+    return _waves(like.shape, like.dtype)
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _waves(shape: tuple[int, ...], dtype: Any) -> Array:
+    return jnp.sin(12.9898 * lax.iota(jnp.float32, math.prod(shape))).astype(dtype).reshape(shape)
 
 
 def time_us(call: Callable[..., Any], donated: Any, *rest: Any) -> float:
@@ -131,7 +132,7 @@ def measure_ceilings(dtype: str) -> Ceilings:
     size, side = (2**29, 8192) if large else (2**24, 1024)
     copy = jax.jit(lambda a: (a + 1, jnp.zeros(())), donate_argnums=0)  # which reads and writes all of it
     copy_us = time_us(copy, jnp.zeros(size, dtype))
-    a, b = (_random(jax.random.key(i), jax.ShapeDtypeStruct((side, side), jnp.dtype(dtype))) for i in (0, 1))
+    a = b = _waves((side, side), jnp.dtype(dtype))
     product = jax.jit(lambda _, a, b: (_, jnp.dot(a, b.T)))
     product_us = time_us(product, None, a, b)
     return Ceilings(2 * size * jnp.dtype(dtype).itemsize / copy_us / 1e6, 2 * side**3 / product_us / 1e6)
@@ -162,31 +163,33 @@ def job(deployment: Deployment, kernel: str, shape: str, op: Op, **how: Any) -> 
     """A job with the parts that most of them share: `meta`, `num_pages`, `columns` of x, `work` and `unit`."""
     model, dtype, meta = deployment.model, jnp.dtype(deployment.dtype), how["meta"]
     tokens, num_pages = meta.token_rows.shape[0], how["num_pages"]
-    pages = jax.ShapeDtypeStruct(
+    pages: Any = jax.ShapeDtypeStruct(
         (num_pages, model.num_kv_heads, deployment.page_size, deployment.backend.stored_head_dim(model.head_dim)), dtype
     )
     pool_bytes = 2 * pages.size * dtype.itemsize
+    layers = LAYERS if tokens < LARGE_TOKENS else LARGE_LAYERS
+    if deployment.backend.platform == "cpu":  # where compiling costs more, and launching nothing
+        layers = CPU_LAYERS
     return Job(
         kernel, shape, op,
         x=jax.ShapeDtypeStruct((tokens, *how["columns"]), dtype),
         pool=KVPages(pages, pages),
-        pools=int(np.clip(POOL_BYTES / pool_bytes, 2, MAX_POOLS)),
+        pools=min(int(np.clip(POOL_BYTES / pool_bytes, 2, MAX_POOLS)), layers),
         meta=meta,
         extras=how.get("extras", {}),
-        layers=LAYERS if tokens < LARGE_TOKENS else LARGE_LAYERS,
+        layers=layers,
         work=how["work"], unit=how["unit"],
         page_size=deployment.page_size,
-        prepare=how.get("prepare", deployment.backend.prepare),
+        prepare=deployment.backend.prepare,
     )  # fmt: skip
 
 
 def attention_job(
     deployment: Deployment, rows: int, new: int, context: int, *, decode: bool,
-    prepare: Callable[..., AttentionInput] | None = None, attention: Callable[..., Array] | None = None,
-    kernel: str = "",
+    attention: Callable[..., Array] | None = None,
 ) -> Job:  # fmt: skip
     """Attention alone, with q and the pages as they are: of decode rows (`new` is 1), or of chunks of `new` tokens
-    with `context` before them. `prepare` and `attention`: others than the backend's.
+    with `context` before them. `attention`: another than the backend's.
     """
     model, dtype = deployment.model, jnp.dtype(deployment.dtype)
     (meta, num_pages), window = rows_of(deployment, context + new, new, rows, decode=decode), model.sliding_windows[0]
@@ -202,8 +205,8 @@ def attention_job(
     kv_bytes = 2.0 * rows * model.num_kv_heads * model.head_dim * int(seen.max()) * dtype.itemsize
     name = f"{rows} x {context + new}" if decode else f"{rows} x {new} + {context}"
     return job(
-        deployment, kernel or f"{'decode' if decode else 'prefill'} attention", name, op, meta=meta,
-        num_pages=num_pages, columns=(model.num_heads, model.head_dim), prepare=prepare or deployment.backend.prepare,
+        deployment, f"{'decode' if decode else 'prefill'} attention", name, op, meta=meta, num_pages=num_pages,
+        columns=(model.num_heads, model.head_dim),
         work=kv_bytes if decode else flop, unit="TB/s" if decode else "TFLOP/s",
     )  # fmt: skip
 
@@ -240,15 +243,20 @@ def layer_job(deployment: Deployment, rows: int, context: int) -> Job:
     )  # fmt: skip
 
 
-def rope_job(deployment: Deployment, tokens: int) -> Job:
-    """Bias, norm, rope and KV write, of decode rows or, from LARGE_TOKENS on, of one chunk."""
+def rope_job(
+    deployment: Deployment, tokens: int, rope_and_write: Callable[..., tuple[Array, Any]] | None = None
+) -> Job:
+    """Bias, norm, rope and KV write, of decode rows or, from LARGE_TOKENS on, of one chunk. `rope_and_write`: another
+    than the backend's.
+    """
+    rope_and_write = rope_and_write or deployment.backend.halves[0]
     model, decode = deployment.model, tokens < LARGE_TOKENS
     meta, num_pages = rows_of(deployment, *((17, 1, tokens) if decode else (tokens, tokens, 1)), decode=decode)
     extras, options = _projection(deployment, meta)
 
     def op(qkv: Array, kv: Any, meta: AttentionInput, extras: dict[str, Array]) -> tuple[Array, Any]:
         given = dict(extras)
-        return deployment.backend.halves[0](qkv, kv, meta, given.pop("cos"), given.pop("sin"), **given, **options)
+        return rope_and_write(qkv, kv, meta, given.pop("cos"), given.pop("sin"), **given, **options)
 
     moved = 2.0 * tokens * model.qkv_size * jnp.dtype(deployment.dtype).itemsize + 4.0 * tokens * model.head_dim
     return job(

@@ -18,7 +18,8 @@ WITHOUT = tuple(f.name for f in fields(EngineConfig) if f.name not in TAKEN)
 KINDS = {  # flag -> pattern of its values, the pattern in words, default, doc
     "decode": (r"(\d+)x(\d+)", "ROWSxCONTEXT", "256x2048 256x512 64x2048 64x512 8x512 1x8192 1x512", "decode steps"),
     "prefill": (
-        r"(\d+)x(\d+)\+(\d+)", "CHUNKSxTOKENS+CONTEXT", "1x8192+0 16x512+2048 16x512+0", "prompt chunks, with the tokens before",
+        r"(\d+)x(\d+)\+(\d+)", "CHUNKSxTOKENS+CONTEXT", "1x8192+0 16x512+2048 16x512+0",
+        "prompt chunks, with the tokens before each",
     ),
     "tokens": (r"(\d+)", "N", "1 8 64 256 8192", "tokens of a step, for rope and norm"),
 }  # fmt: skip
@@ -73,8 +74,8 @@ def run_kernels(args: argparse.Namespace) -> int:
     }
     print(
         f"Kernels of {facts['backend']} on {facts['device']}, jax {facts['jax']}: {config.model} (N, K, H "
-        f"{facts['heads']}), {deployment.dtype}, page {deployment.page_size}. Best: a copy {ceilings.tb_per_s:.3g} TB/s, "
-        f"a product {ceilings.tflop_per_s:.4g} TFLOP/s.\n"
+        f"{facts['heads']}), {deployment.dtype}, page {deployment.page_size}. Best: a copy "
+        f"{ceilings.tb_per_s:.3g} TB/s, a product {ceilings.tflop_per_s:.4g} TFLOP/s.\n"
     )
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
     jobs = list(kernel_jobs.all_jobs(deployment, wanted["decode"], wanted["prefill"], [n for (n,) in wanted["tokens"]]))
