@@ -1,0 +1,105 @@
+"""Compiled steps never copy a weight or a KV pool: read off the programs that XLA makes, on this host or on a GPU."""
+
+import math
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.deployment import resolve_deployment
+from jaxserve.models.loading import model_shapes
+from jaxserve.programs import Kind, Programs
+from jaxserve.sharding import devices, mesh_of
+
+PAGES = 128
+ROWS, CHUNK = 32, 64  # so few tokens that no activation is as large as a weight
+HF = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+
+
+def large_copies(hlo: str, least_bytes: int) -> list[str]:
+    """Instructions that write an array of so many bytes which they only move. Fusions around a product may turn their
+    operands as they read them, which costs no memory: what is within those does not count.
+    """
+    found = []
+    for computation in hlo.split("\n}\n"):
+        if " dot(" in computation and "\nENTRY " not in f"\n{computation.lstrip()}":
+            continue
+        for line in computation.splitlines():
+            match = re.search(r" = \(?(\w+)\[([\d,]*)\].*? ([\w-]+)\(", line)
+            if match and match[3] in ("copy", "copy-start", "transpose"):
+                elements = math.prod(map(int, match[2].split(",") if match[2] else ()))
+                if elements * ITEM_BYTES[match[1]] >= least_bytes:
+                    found.append(line.strip())
+    return found
+
+
+def compiled(backend: str, kind: Kind, mixed: bool) -> tuple[str, Programs, int]:
+    """A program's HLO, and how many arrays it is given to keep."""
+    device = jax.devices()[0]
+    config = EngineConfig(
+        max_num_seqs=ROWS, max_num_batched_tokens=ROWS + CHUNK, attention_backend=backend,
+        dtype="float32" if device.platform == "cpu" else "bfloat16",
+    )  # fmt: skip
+    deployment, mesh = resolve_deployment(config, HF, device.platform, device.device_kind), mesh_of(devices())
+    programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
+    (size,) = [
+        bucket
+        for bucket in programs.buckets[kind]
+        if bucket.decode_rows == ROWS and bucket.prefill_tokens == (CHUNK if mixed else 0)
+    ]
+    program = programs.lower((kind, size), PAGES, 512).compile(programs.options((kind, size)))
+    return program.as_text(), programs, len(programs.flat((kind, size), PAGES, 512)[2])
+
+
+def check(backend: str, kind: Kind, mixed: bool) -> None:
+    hlo, programs, donated = compiled(backend, kind, mixed)
+    itemsize, model = jnp.dtype(programs.deployment.dtype).itemsize, programs.model
+    weight = model.hidden_size * model.num_heads * model.head_dim * itemsize  # o, the smallest matrix
+    pool = PAGES * model.num_kv_heads * programs.deployment.page_size * model.head_dim * itemsize
+    assert (ROWS + CHUNK) * max(2 * model.ffn_size, model.qkv_size) * itemsize < min(weight, pool)
+    assert not large_copies(hlo, min(weight, pool))
+    assert len(re.findall("(?:may|must)-alias", hlo.splitlines()[0])) == donated > 2 * model.num_layers
+
+
+def test_a_copy_is_found():
+    pool = jnp.zeros((64, 64))
+    write = jax.jit(lambda pool, x: pool.at[3].set(x)).lower(pool, jnp.zeros(64)).compile().as_text()
+    assert len(large_copies(write, 64 * 64 * 4)) == 1
+    in_place = jax.jit(lambda pool, x: pool.at[3].set(x), donate_argnums=0).lower(pool, jnp.zeros(64)).compile()
+    assert not large_copies(in_place.as_text(), 64 * 64 * 4)
+    assert large_copies("  ROOT %t.1 = bf16[4,2]{1,0:T(8)} transpose(%p), dimensions={1,0}", 16)
+    assert large_copies("  %c = (f32[4,2]{1,0}, f32[4,2]{1,0}, u32[]) copy-start(%p)", 32)
+    assert not large_copies("  %c = f32[4,2]{1,0} copy(%p)", 33)
+    assert not large_copies("  %f = f32[4,2]{1,0} fusion(%copy), calls=%copy", 8)
+    turned = "{\n  %t = f32[4,2]{1,0} transpose(%p)\n  ROOT %d = f32[4,4]{1,0} dot(%t, %t)\n}\n"
+    assert not large_copies(f"%gemm_fusion {turned}", 8)
+    assert large_copies(f"ENTRY %main {turned}", 8)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
+def test_a_step_on_a_cpu_copies_neither_weights_nor_pools(mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("this host computes on something else")
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    check("reference", Kind.FORWARD, mixed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
+@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.FORWARD])
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
+def test_a_step_on_a_gpu_copies_neither_weights_nor_pools(
+    backend: str, kind: Kind, mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    check(backend, kind, mixed)
