@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractDevice, PartitionSpec
 
 from jaxserve import LLM, SamplingParams, deployment, step_cache, tracers
 from jaxserve.checkpoint import Checkpoint
@@ -285,19 +285,23 @@ def test_other_processes_trace_what_two_devices_run(tmp_path: Path, monkeypatch,
     assert ids_of(deltas) == entry["ids"][:4]
 
 
-def test_a_step_with_hopper_kernels_lowers_for_two_gpus():
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize(
+    ("backend", "gpu", "call"),
+    [("mosaic_gpu", "NVIDIA H200", "mosaic_gpu_v2"), ("triton", "NVIDIA A10G", "__gpu$xla.gpu.triton")],
+)
+def test_a_step_lowers_for_two_gpus(backend: str, gpu: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Nothing runs. Each device's kernels see one kv head of two; a plain step gathers no logits."""
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
     hf = HEADS_OF_8 | {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = EngineConfig(
-        max_num_seqs=8, max_num_batched_tokens=264, attention_backend="mosaic_gpu", tensor_parallel_size=2
-    )
-    made, mesh = resolve_deployment(config, hf, "gpu", "NVIDIA H200"), mesh_of(devices(2))
-    programs = Programs(model_shapes(made.model, made.dtype, mesh), made, mesh)
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=264, attention_backend=backend, tensor_parallel_size=2)
+    made, mesh = resolve_deployment(config, hf, "gpu", gpu), mesh_of(devices(2))
+    programs = Programs(model_shapes(made.model, made.dtype, mesh), made, mesh, AbstractDevice(gpu, 1, "gpu"))
     for kind in (Kind.PLAIN, Kind.FORWARD):
         bucket = max(programs.buckets[kind], key=lambda b: b.tokens)
-        function, shapes, donated = programs.flat((kind, bucket), 8, 256)
-        program = step_cache.jitted(function, tuple(donated))
-        module = export.export(program, platforms=["cuda"], disabled_checks=step_cache.OURS)(*shapes).mlir_module()
-        assert "mosaic_gpu_v2" in module and "tensor<8x1x64x64xbf16>" in module  # pages of a device
+        programs.trace((kind, bucket), 8, 256)
+        file = programs.path((kind, bucket), 8, 256)
+        module = export.deserialize(bytearray(file.read_bytes())).mlir_module()
+        assert call in module and "tensor<8x1x64x64xbf16>" in module  # pages of a device
         assert "all_reduce" in module
         assert (f"tensor<{bucket.rows}x1021xf32>" in module) == (kind is Kind.FORWARD)

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from kernel_cases import PREFILL_MATRIX, TOLERANCE, Case, error_of, make_step
+from rope_cases import RopeCase, make_rope_step, qkv_error
 
 from jaxserve.pallas_kernels import paged_attention_triton as kernel
+from jaxserve.pallas_kernels.rope_write_triton import rope_and_write
 from jaxserve.step_cache import OURS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -69,6 +71,20 @@ def test_sinks_add_to_the_denominator_alone():
             weights = np.exp(step.keys[int(row)][: int(position) + 1, 0] @ q[token].T * case.scale).sum(axis=0)
             want[token] *= (weights / (weights + np.exp(np.asarray(sinks, np.float64))))[:, None]
     assert np.abs(got - want).max() < TOLERANCE["float16"]
+
+
+def test_attention_sees_what_rope_and_write_wrote():
+    """Both from one `prepare`, as in a step."""
+    case = Case(decode=(16, 0, 40), page_size=16, kv_heads=1, group=4, head_dim=64, dtype="bfloat16")
+    step = make_rope_step(RopeCase(case, bias=True))
+
+    @jax.jit
+    def run(qkv, kv, meta, cos, sin, weights):
+        meta = kernel.prepare(meta, 16, tuning=SMALL)
+        q, kv = rope_and_write(qkv, kv, meta, cos, sin, **weights, **step.options, interpret=True)
+        return kernel.attention(q, kv, meta, tuning=SMALL, **case.options), kv
+
+    assert qkv_error(*run(*step.arguments), step, case) < TOLERANCE["bfloat16"]
 
 
 # --------------------------------------------------------------------------------------------------------- work
