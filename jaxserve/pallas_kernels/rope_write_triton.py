@@ -112,7 +112,8 @@ def rope_and_write(
 
     `interpret` runs the kernel on a CPU.
     """
-    shape = (-1, num_heads + 2 * kv.k.shape[1], kv.k.shape[3])
+    all_heads = num_heads + 2 * kv.k.shape[1]
+    shape = (-1, all_heads, qkv.shape[1] // all_heads)
     extras = {"bias": None if bias is None else bias.reshape(shape[1:]), "q_norm": q_norm, "k_norm": k_norm}
     arrays = {
         "qkv": qkv.reshape(shape), "pages": meta.prepared.write_pages, "places": meta.prepared.write_offsets,
