@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 
 _ROWS = Case(decode=(64, 0), prefill=((13, 30), (3, 3)), prefill_padding=2, kv_heads=3, dtype="float16", head_dim=80)
 OTHERS = [RopeCase(_ROWS, bias=True, norm=True)]  # half a head is no power of 2
-QUICK = [ROPE_MATRIX[i] for i in (2, 5, 7, 8)]
+QUICK = [ROPE_MATRIX[i] for i in (2, 5, 8)]
 
 
 def write(step, interpret):
@@ -42,7 +42,7 @@ def test_kernel_on_the_card_equals_the_oracle(case):
     assert worst(jax.device_get(got), step, case.case.dtype) < 1
 
 
-@pytest.mark.parametrize("case", ROPE_MATRIX + OTHERS, ids=str)
+@pytest.mark.parametrize("case", QUICK + OTHERS, ids=str)
 def test_kernel_lowers_for_cuda_and_writes_in_place(case):
     step = make_rope_step(case)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100", 1, "gpu"))):
