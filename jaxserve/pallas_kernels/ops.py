@@ -146,6 +146,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
     from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
     from jaxserve.pallas_kernels.add_norm_mosaic_gpu import add_norm, parts
     from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable
+    from jaxserve.pallas_kernels.rope_write_mosaic_gpu import rope_and_write
 
     make_kernel_hashes_stable()
     return Backend(
@@ -155,7 +156,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         default_page_size=64,
         prepare=kernel.prepare,
         attend=kernel.attend,
-        halves=(kernel.rope_and_write, kernel.attention),
+        halves=(rope_and_write, kernel.attention),
         add_norm=add_norm,
         parts=parts,
     )
