@@ -27,9 +27,10 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
 }
 REASONING_FORMATS: dict[str, Thinking | None] = {
     "deepseek_r1": Thinking(("<think>",), ("</think>",), always=True),
-    "granite": Thinking(
-        ("Here is my thought process:", "Here's my thought process:"),
-        ("Here is my response:", "Here's my response:", "Here is your response:", "Here's your response:"),
+    "granite": Thinking(  # of versions 3.2 and 3.3
+        ("Here is my thought process:", "Here's my thought process:", "<think>"),
+        ("Here is my response:", "Here's my response:", "Here is your response:", "Here's your response:", "</think>"),
+        around=("<response>", "</response>"),
     ),
     "mistral": Thinking(("[THINK]",), ("[/THINK]",)),
     "openai": None,  # harmony reads it together with calls
@@ -45,18 +46,20 @@ _TOOL_SIGNS: list[tuple[str, tuple[str, ...]]] = [
     ("mistral", ("[TOOL_CALLS]",)),
     ("openai", ("<|channel|>", "<|message|>", "functions.")),
     ("phi4_mini_json", ("functools[",)),
+    ("phi4_mini_json", ("<|tool_call|>", "<|/tool_call|>")),
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
 ]
 _REASONING_SIGNS: list[tuple[str, tuple[str, ...]]] = [
     ("deepseek_r1", ("<think>", "<｜Assistant｜>")),
     ("granite", ("Here is my thought process:",)),
+    ("granite", ("<think></think>", "<response></response>")),
     ("mistral", ("[THINK]", "[/THINK]")),
     ("openai", ("<|channel|>", "<|message|>")),
     ("qwen3", ("<think>", "</think>", "<|im_start|>")),
     ("qwen3", ("<think>", "</think>", "thinking is defined")),  # DeepSeek V3.1: reasoning can be switched off
 ]
 # Where the signs of the second are there, too, it is that one.
-_SHADOWED = {"deepseek_r1": "qwen3", "deepseek_v31": "deepseek_v3", "hermes": "qwen3_coder"}
+_SHADOWED = {"deepseek_r1": "qwen3", "qwen3": "granite", "deepseek_v31": "deepseek_v3", "hermes": "qwen3_coder"}
 
 
 @dataclass(frozen=True, slots=True)

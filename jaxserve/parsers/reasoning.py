@@ -34,11 +34,13 @@ class Thinking:
     """Reasoning between two marks, before everything else.
 
     always: a model that always reasons, also where the begin mark is missing
+    around: marks that may stand around the answer after it
     """
 
     begin: tuple[str, ...]
     end: tuple[str, ...]
     always: bool = False
+    around: tuple[str, str] | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -69,8 +71,13 @@ class Thinking:
             return
         reader.kept()
         message.begin_reasoning(0)
-        if (yield from reader.until(*self.end, emit=message.reasoning)):
-            message.end_reasoning(reader.position)
+        if not (yield from reader.until(*self.end, emit=message.reasoning)):
+            return
+        message.end_reasoning(reader.position)
+        if self.around:
+            yield from reader.space()
+            if (yield from reader.skip(self.around[0])):
+                message.closing = self.around[1]
 
     def prefix(self, lark: Lark, begun: Begun, budget: ThinkingBudget | None = None) -> str:
         """The part of a grammar that lets the reasoning pass, `budget` tokens of it at most. Raises RequestError."""

@@ -156,13 +156,14 @@ class MarkedJson:
     """Text, then a marker and one call or a list of calls.
 
     hermes             <tool_call>\\n{"name": "f", "arguments": {}}\\n</tool_call>
-    granite            <|tool_call|>[{"name": "f", "arguments": {}}, ...]
-    phi4_mini_json     functools[{"name": "f", "arguments": {}}, ...]
+    granite            <|tool_call|>[{"name": "f", "arguments": {}}, ...]; of version 4 as hermes
+    phi4_mini_json     functools[{"name": "f", "arguments": {}}, ...], or in <|tool_call|> and <|/tool_call|>
     """
 
     begin: str
     other_begins: tuple[str, ...] = ()
     end: str | None = None  # of a group; None: a list has its own
+    other_ends: tuple[str, ...] = ()  # that may follow a group nevertheless
     markers: tuple[str, ...] = ()
     make_id: Callable[[], str] = call_id
 
@@ -172,10 +173,16 @@ class MarkedJson:
         while begin:
             reader.keep("" if begin in self.markers else begin)
             yield from reader.space()
+            while (yield from reader.skip_any(begins)):  # models write it twice
+                yield from reader.space()
             result = yield from read_calls(reader, message)
             if result is Read.PLAIN:
                 message.content(reader.kept())
-            elif self.end is not None:
+            elif self.end is None:
+                yield from reader.space()
+                yield from reader.skip_any(self.other_ends)
+            else:
+                yield from self._more_calls(reader, message)
                 rest: list[str] = []
                 found = yield from reader.until(self.end, *begins, emit=rest.append)
                 if found is None:
@@ -185,6 +192,12 @@ class MarkedJson:
                     begin = found
                     continue
             begin = yield from reader.until(*begins, emit=message.content)
+
+    def _more_calls(self, reader: Reader, message: Message) -> Steps[None]:
+        """Further calls of a group that should have had one."""
+        yield from reader.space()
+        while (yield from reader.peek()) == "{" and (yield from read_call(reader, message)) is Read.WHOLE:
+            yield from reader.space()
 
     def call_grammar(self, lark: Lark, tools: Sequence[Tool], many: bool) -> str:
         if self.end is None:
@@ -350,5 +363,15 @@ class DeepSeek:
 
 
 HERMES = MarkedJson(begin="<tool_call>", end="</tool_call>")
-GRANITE = MarkedJson(begin="<|tool_call|>", other_begins=("<tool_call>",), markers=("<|tool_call|>",))
-PHI4_MINI = MarkedJson(begin="functools")
+GRANITE = MarkedJson(
+    begin="<|tool_call|>",
+    other_begins=("<tool_call>",),
+    other_ends=("</tool_call>",),
+    markers=("<|tool_call|>", "<tool_call>"),
+)
+PHI4_MINI = MarkedJson(
+    begin="functools",
+    other_begins=("<|tool_call|>",),
+    other_ends=("<|/tool_call|>",),
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+)
