@@ -35,7 +35,9 @@ def add_complete_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--url", default=f"http://localhost:{PORT}", help="server (default: %(default)s), with /v1 or not")
+    where.add_argument(
+        "--url", default=f"http://localhost:{PORT}", help="server (default: %(default)s), with /v1 or not"
+    )
     where.add_argument("--port", metavar="N", type=int, help="the server at this port here")
     parser.add_argument("--api-key", metavar="KEY", help="key to send (default: JAXSERVE_API_KEY or OPENAI_API_KEY)")
     parser.add_argument("--model-name", metavar="NAME", help="model to ask (default: the server's first)")

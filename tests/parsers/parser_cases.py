@@ -93,7 +93,7 @@ CASES = [
     Case("hermes", hermes(PARIS)[:-12] + "\n" + hermes(ODD), calls=[(F, PARIS), (F, ODD)], id="one end mark for two"),
     Case("hermes", hermes(PARIS)[:-12] + hermes(ODD)[12:], calls=[(F, PARIS), (F, ODD)], id="two between the marks"),
     Case("hermes", f"So\n<tool_call>\n{hermes(PARIS)} then", "So\nthen", [(F, PARIS)], id="the begin mark twice"),
-    Case("hermes", f"<tool_call>\n<tool_call> {{x", "<tool_call>\n<tool_call> {x"),
+    Case("hermes", "<tool_call>\n<tool_call> {x", "<tool_call>\n<tool_call> {x"),
     Case("hermes", f"<tool_call>{listed(PARIS, ODD)}</tool_call>", calls=[(F, PARIS), (F, ODD)]),
     Case("hermes", 'In <tool_call> I write {"x": 1} and go on', 'In <tool_call> I write {"x": 1} and go on'),
     Case("hermes", '<tool_call>{"x": 1}</tool_call>', '<tool_call>{"x": 1}</tool_call>'),
