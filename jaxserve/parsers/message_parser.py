@@ -8,8 +8,10 @@ from jaxserve.parsers.formats import Formats, find_formats
 from jaxserve.parsers.grammar import Lark, loosened, with_answer
 from jaxserve.parsers.harmony import Harmony
 from jaxserve.parsers.message import Message, MessageDelta, call_id
+from jaxserve.parsers.pythonic import Pythonic
 from jaxserve.parsers.reader import Reader, Steps
 from jaxserve.parsers.reasoning import Begun, ThinkingBudget
+from jaxserve.parsers.tool_formats import Llama3Json
 from jaxserve.parsers.tools import Tool, ToolChoice
 from jaxserve.tokenizer import Tokenizer
 
@@ -185,8 +187,9 @@ def _body(formats: Formats, lark: Lark, choice: ToolChoice, forced: bool, many: 
     tools: Sequence[Tool] = choice.tools if forced else loosened(choice.tools)
     group = formats.tools.call_grammar(lark, tools, many)
     if not forced and answer is None:
-        if begin is None:  # calls are the whole message: a text may not begin as they do
-            return f"{group} | /([^\\s\\[{{](.|\\n)*)?/"
+        if begin is None:
+            assert isinstance(formats.tools, Llama3Json | Pythonic), "the calls of others have a mark"
+            return f"{group} | {formats.tools.text_grammar(lark, tools)}"
         return f"({lark.until(begin)} {group})* TEXT"
     calls = group
     if begin is not None:
