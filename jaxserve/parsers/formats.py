@@ -34,6 +34,7 @@ REASONING_FORMATS: dict[str, Thinking | None] = {
     ),
     "mistral": Thinking(("[THINK]",), ("[/THINK]",)),
     "openai": None,  # harmony reads it together with calls
+    "openai_gptoss": None,  # vLLM's name of it
     "qwen3": Thinking(("<think>",), ("</think>",)),
 }
 # What the templates of a format contain, all of it.
@@ -95,7 +96,7 @@ def find_formats(tools: str, reasoning: str, template: str | None) -> Formats:
     """By name, "none", or "auto": what the chat template shows, if it shows exactly one."""
     tools_name = _name(tools, _TOOL_SIGNS, template)
     reasoning_name = _name(reasoning, _REASONING_SIGNS, template)
-    if "openai" in (tools_name, reasoning_name):
+    if {"openai", "openai_gptoss"} & {tools_name, reasoning_name}:
         return Formats(HARMONY, None, True, "openai", "openai")
     tool_format = TOOL_FORMATS[tools_name] if tools_name else None
     if tools_name == "mistral":
