@@ -126,6 +126,8 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams) -> str:
 
     if params.disable_additional_properties:
         schema = _closed(schema)
+    if schema is True:  # llguidance wants an object
+        schema = {}
     options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}

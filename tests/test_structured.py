@@ -157,6 +157,7 @@ def accepts(compiler, tokenizer, params: StructuredOutputsParams, text: str) -> 
         ({"json": {"properties": {"a": {}}, "type": "object"}}, '{"b":1}', "[]"),
         ({"json": {"properties": {"a": {}}, "type": "object"}, "disable_additional_properties": True}, "{}", '{"b":1}'),
         ({"json": '{"type": "integer"}'}, "-5", "5.5"),
+        ({"json": "true"}, '[1, "a"]', "[1"),
         ({"json_object": True}, '{"é": "😀"}', '"a"'),
         ({"regex": "[0-9]{3}"}, "123", "12"),
         ({"choice": ['say "é"', "no"]}, 'say "é"', "yes"),
