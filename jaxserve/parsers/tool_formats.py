@@ -404,7 +404,7 @@ class DeepSeek:
         return f"{calls} {lark.marker(self.end)}"
 
 
-HERMES = MarkedJson(begin="<tool_call>", end="</tool_call>")
+HERMES = MarkedJson(begin="<tool_call>", end="</tool_call>", markers=("</tool_call>",))
 GRANITE = MarkedJson(
     begin="<|tool_call|>",
     other_begins=("<tool_call>",),
