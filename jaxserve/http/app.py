@@ -68,7 +68,8 @@ def _formats(frontend: Frontend, config: ServeConfig) -> Formats:
     formats = find_formats(config.tool_call_parser, config.reasoning_parser, template)
     tools, reasoning = formats.tools_name, formats.reasoning_name
     if tools == "none":
-        tools = "not read (--tool-call-parser NAME says how the model writes them)"
+        known = "tools" in (template or "")
+        tools = "not read (--tool-call-parser NAME says how the model writes them)" if known else "not in its template"
     if reasoning == "none":
         reasoning = "not told from the answer (--reasoning-parser NAME says how the model writes it)"
     log.info("tool calls: %s; reasoning: %s", tools, reasoning)
