@@ -7,7 +7,16 @@ from jaxserve.parsers.harmony import HARMONY
 from jaxserve.parsers.pythonic import Pythonic
 from jaxserve.parsers.qwen3_coder import Qwen3Coder
 from jaxserve.parsers.reasoning import Thinking
-from jaxserve.parsers.tool_formats import GRANITE, HERMES, PHI4_MINI, DeepSeek, Llama3Json, Mistral, ToolFormat
+from jaxserve.parsers.tool_formats import (
+    GRANITE,
+    HERMES,
+    PHI4_MINI,
+    PHI4_MINI_MARKED,
+    DeepSeek,
+    Llama3Json,
+    Mistral,
+    ToolFormat,
+)
 
 _QWEN3_CODER = Qwen3Coder()
 _MISTRAL = {by_name: Mistral(by_name) for by_name in (False, True)}
@@ -20,7 +29,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama3_json": Llama3Json(),
     "mistral": _MISTRAL[False],  # or the newer form, by the template
     "openai": HARMONY,
-    "phi4_mini_json": PHI4_MINI,
+    "phi4_mini_json": PHI4_MINI,  # or in marks, by the template
     "pythonic": Pythonic(),
     "qwen3_coder": _QWEN3_CODER,
     "qwen3_xml": _QWEN3_CODER,
@@ -101,6 +110,8 @@ def find_formats(tools: str, reasoning: str, template: str | None) -> Formats:
     tool_format = TOOL_FORMATS[tools_name] if tools_name else None
     if tools_name == "mistral":
         tool_format = _MISTRAL[template is not None and "[ARGS]" in template]
+    if tools_name == "phi4_mini_json" and "<|/tool_call|>" in (template or "") and "functools" not in (template or ""):
+        tool_format = PHI4_MINI_MARKED
     reasoning_format = REASONING_FORMATS[reasoning_name] if reasoning_name else None
     return Formats(tool_format, reasoning_format, False, tools_name or "none", reasoning_name or "none")
 

@@ -167,13 +167,15 @@ class MarkedJson:
 
     hermes             <tool_call>\\n{"name": "f", "arguments": {}}\\n</tool_call>
     granite            <|tool_call|>[{"name": "f", "arguments": {}}, ...]; of version 4 as hermes
-    phi4_mini_json     functools[{"name": "f", "arguments": {}}, ...], or in <|tool_call|> and <|/tool_call|>
+    phi4_mini_json     functools[{"name": "f", "arguments": {}}, ...]; by some templates
+                       <|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>
     """
 
     begin: str
     other_begins: tuple[str, ...] = ()
     end: str | None = None  # of a group; None: a list has its own
     other_ends: tuple[str, ...] = ()  # that may follow a group nevertheless
+    gap: str = "\n"  # between marks and calls, where there is an `end`
     markers: tuple[str, ...] = ()
     make_id: Callable[[], str] = call_id
 
@@ -212,11 +214,12 @@ class MarkedJson:
     def call_grammar(self, lark: Lark, tools: Sequence[Tool], many: bool) -> str:
         if self.end is None:
             return list_in_json(lark, tools, many)
-        return f'"\\n" {calls_in_json(lark, tools)} "\\n" {lark.marker(self.end)}'
+        gap = lark.text(self.gap)
+        return f"{gap} {calls_in_json(lark, tools)} {gap} {lark.marker(self.end)}"
 
     @property
     def between(self) -> str | None:
-        return None if self.end is None else "\n"
+        return None if self.end is None else self.gap
 
 
 class Llama3Json:
@@ -410,6 +413,13 @@ GRANITE = MarkedJson(
     other_begins=("<tool_call>",),
     other_ends=("</tool_call>",),
     markers=("<|tool_call|>", "<tool_call>"),
+)
+PHI4_MINI_MARKED = MarkedJson(
+    begin="<|tool_call|>",
+    other_begins=("functools",),
+    end="<|/tool_call|>",
+    gap="",
+    markers=("<|tool_call|>", "<|/tool_call|>"),
 )
 PHI4_MINI = MarkedJson(
     begin="functools",
