@@ -1,20 +1,23 @@
-"""`AsyncLLM`: the engine in a process of its own, for asyncio. Names are those of vLLM's class. Never imports jax."""
+"""`AsyncLLM`: the engine in a process of its own, for asyncio. Names are those of vLLM's classes. Never imports jax."""
 
 import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, offline_config
 from jaxserve.control import Command, Pause, ResetPrefixCache, Resume, Sleep, WakeUp
+from jaxserve.detokenize import TextDelta
 from jaxserve.engine_process import EngineProcess, SocketClient, start_engine
 from jaxserve.errors import EngineDead, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
-from jaxserve.request import EngineStats, RequestOutput, SamplingParams, short
+from jaxserve.parsers import check_tools
+from jaxserve.request import EmbeddingRequestOutput, EngineStats, Request, RequestOutput, SamplingParams, short
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -71,10 +74,74 @@ class AsyncLLM:
         Closing the iterator early cancels the request; so does leaving a loop over it by `break`. request_id: for
         abort(); no two live requests may have the same. Raises RequestError, and later what ends the request.
         """
+        _, frontend = await self._started()
+        params = sampling_params or frontend.default_params()
+        make = partial(frontend.make_request, params=params, priority=priority)
+        async with contextlib.aclosing(self._run(as_prompt(prompt), request_id, make)) as steps:
+            async for builder, shown in steps:
+                if output := builder.news(shown):
+                    yield output
+
+    async def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> AsyncGenerator[RequestOutput]:
+        """Answers one conversation, which LLM.chat() would take, as generate() completes a prompt."""
+        _, frontend = await self._started()
+        prompt = await asyncio.to_thread(
+            frontend.render_chat,
+            list(messages),
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template=chat_template,
+            tools=None if tools is None else [tool.for_template() for tool in check_tools(tools)],
+            **(chat_template_kwargs or {}),
+        )
+        params = sampling_params or frontend.default_params()
+        make = partial(frontend.make_request, params=params, priority=priority, add_special_tokens=False)
+        async with contextlib.aclosing(self._run(prompt, request_id, make)) as steps:
+            async for builder, shown in steps:
+                if output := builder.news(shown):
+                    yield output
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        request_id: str | None = None,
+        *,
+        pooling: str = "last",
+        dimensions: int | None = None,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """The embedding of one prompt: see LLM.embed(). Raises RequestAborted if abort() ends it."""
+        _, frontend = await self._started()
+        make = partial(frontend.make_embedding_request, pooling=pooling, dimensions=dimensions, priority=priority)
+        async with contextlib.aclosing(self._run(as_prompt(prompt), request_id, make)) as steps:
+            builder = [builder async for builder, _ in steps][-1]
+        return builder.embedding_output(dimensions)
+
+    async def _run(
+        self, prompt: str | list[int], request_id: str | None, make: Callable[..., Request]
+    ) -> AsyncGenerator[tuple[OutputBuilder, TextDelta]]:
+        """Runs make(its name at the engine, prompt) to its end; yields what each delta adds."""
+        name = uuid.uuid4().hex if request_id is None else request_id
+        if not isinstance(name, str) or not name:
+            raise RequestError(f"request_id must be text, and not empty; got {short(name)}", param="request_id")
         client, frontend = await self._started()
-        builder = await self._builder(frontend, prompt, sampling_params, request_id, priority)
-        request = builder.request
-        name, engine_id = builder.output.request_id, request.request_id
+        engine_id = f"{name}-{next(self._serial)}"
+        # In a thread: a long text must not hold up the other streams.
+        request = await asyncio.to_thread(make, engine_id, prompt)
+        builder = frontend.output_builder(request, prompt if isinstance(prompt, str) else None)
+        builder.output.request_id = name
         if name in self._live:
             raise RequestError(f"request_id {short(name)} is in use by a request that goes on", param="request_id")
         self._live[name] = engine_id
@@ -84,33 +151,11 @@ class AsyncLLM:
                     shown = builder.push(delta)
                     if shown.stopped:
                         await client.cancel(engine_id, shown.index)
-                    if output := builder.news(shown):
-                        yield output
+                    yield builder, shown
                     if builder.finished:
                         return
         finally:
             del self._live[name]
-
-    async def _builder(
-        self,
-        frontend: Frontend,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-    ) -> OutputBuilder:
-        name = uuid.uuid4().hex if request_id is None else request_id
-        if not isinstance(name, str) or not name:
-            raise RequestError(f"request_id must be text, and not empty; got {short(name)}", param="request_id")
-        params = sampling_params or frontend.default_params()
-        given = as_prompt(prompt)
-        # In a thread: a long text must not hold up the other streams.
-        request = await asyncio.to_thread(
-            frontend.make_request, f"{name}-{next(self._serial)}", given, params, priority=priority
-        )
-        builder = frontend.output_builder(request, given if isinstance(given, str) else None)
-        builder.output.request_id = name
-        return builder
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends live requests: the last output of each says finish_reason "abort". Unknown ids are over already."""
@@ -127,14 +172,16 @@ class AsyncLLM:
         if not client.healthy():
             raise EngineDead("the engine process has ended")
 
-    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True) -> None:
-        """Starts no new request until resume(); returns when none runs any more that `mode` lets finish.
+    async def pause_generation(
+        self, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    ) -> None:
+        """Starts no new request until resume_generation(); returns when none runs any more that `mode` lets finish.
 
         mode: of those accepted before: "abort" ends them, "wait" lets them finish, "keep" freezes them as they are.
         """
         await self._control(Pause(mode, clear_cache))
 
-    async def resume(self) -> None:
+    async def resume_generation(self) -> None:
         """Ends a pause: what waited goes on."""
         await self._control(Resume())
 

@@ -40,7 +40,7 @@ TOOL_CALL_PARSERS = (
     "deepseek_v3", "deepseek_v31", "granite", "hermes", "llama3_json", "mistral", "openai", "phi4_mini_json",
     "pythonic", "qwen3_coder", "qwen3_xml",
 )  # fmt: skip
-REASONING_PARSERS = ("deepseek_r1", "granite", "mistral", "openai", "qwen3")
+REASONING_PARSERS = ("deepseek_r1", "granite", "mistral", "openai", "openai_gptoss", "qwen3")
 
 
 def option(

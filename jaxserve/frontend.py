@@ -25,6 +25,8 @@ from jaxserve.request import (
     MAX_EOS_IDS,
     MAX_STOP_IDS,
     CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
     EngineInfo,
     Logprob,
     Request,
@@ -229,6 +231,8 @@ class Frontend:
 
         `options`: those of make_request. Raises RequestError.
         """
+        if pooling not in ("last", "mean"):
+            raise RequestError(f"pooling must be last or mean, got {short(pooling)}", param="pooling")
         check_limits("dimensions", dimensions, int | None, {"ge": 1, "le": self.info.hidden_size})
         if dimensions not in (None, self.info.hidden_size) and not self.info.matryoshka:
             raise RequestError(
@@ -482,6 +486,12 @@ class OutputBuilder(RequestText):
             output.logprobs += [logprob_dict(self.tokenizer, entry, count) for entry in shown.logprobs]
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + sum(e.logprob for e in shown.logprobs)
         self._end(output, shown.finish_reason, shown.stop_reason)
+
+    def embedding_output(self, dimensions: int | None = None) -> EmbeddingRequestOutput:
+        """The output of an embedding request; see embedding()."""
+        vector = EmbeddingOutput(self.embedding(dimensions).tolist())
+        output = self.output
+        return EmbeddingRequestOutput(output.request_id, vector, output.prompt_token_ids, output.num_cached_tokens)
 
     def fail(self, delta: SequenceDelta) -> None:
         """Ends one sequence, or all of a refused request, with the delta's error; the rest of a list goes on."""

@@ -21,13 +21,11 @@ from jaxserve.errors import EngineError, RequestError
 from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
 from jaxserve.parsers import check_tools, thinking_limiter
 from jaxserve.request import (
-    EmbeddingOutput,
     EmbeddingRequestOutput,
     EngineStats,
     RequestOutput,
     SamplingParams,
     check_limits,
-    short,
 )
 from jaxserve.tokenizer import Tokenizer
 
@@ -160,22 +158,12 @@ class LLM:
 
         Results come in the order of the prompts. Raises RequestError, and then computes nothing, if any is bad.
         """
-        if pooling not in ("last", "mean"):
-            raise RequestError(f"pooling must be last or mean, got {short(pooling)}", param="pooling")
         builders = []
         for prompt in map(as_prompt, _as_list(prompts)):
             request = self._frontend.make_embedding_request(str(next(self._ids)), prompt, pooling, dimensions)
             builders.append(self._frontend.output_builder(request, prompt if isinstance(prompt, str) else None))
         self._finish(self._hand_over(builders), use_tqdm)
-        return [
-            EmbeddingRequestOutput(
-                builder.request.request_id,
-                EmbeddingOutput(builder.embedding(dimensions).tolist()),
-                builder.request.prompt_token_ids,
-                builder.output.num_cached_tokens,
-            )
-            for builder in builders
-        ]
+        return [builder.embedding_output(dimensions) for builder in builders]
 
     def get_tokenizer(self) -> Tokenizer:
         return self._frontend.tokenizer

@@ -5,6 +5,7 @@ Answers are printed as they come. Ctrl-C stops the answer (the server stops comp
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from jaxserve.api_client import ApiClient
 from jaxserve.config import cache_dir, client_api_key
 from jaxserve.errors import JaxserveError
 
+PORT = 8000
 HISTORY_LINES = 1000
 # Escape sequences in a model's text could reprogram the terminal: control characters are not printed.
 UNPRINTED = {i: None for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
@@ -32,7 +34,11 @@ def add_complete_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", default="http://localhost:8000/v1", help="server (default: %(default)s)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--url", default=f"http://localhost:{PORT}", help="server (default: %(default)s), with /v1 or not"
+    )
+    where.add_argument("--port", metavar="N", type=int, help="the server at this port here")
     parser.add_argument("--api-key", metavar="KEY", help="key to send (default: JAXSERVE_API_KEY or OPENAI_API_KEY)")
     parser.add_argument("--model-name", metavar="NAME", help="model to ask (default: the server's first)")
     parser.add_argument("--max-tokens", metavar="N", type=int, help="tokens of an answer at most")
@@ -128,7 +134,13 @@ def _run(args: argparse.Namespace, mode: Completion | Chat) -> int:
 
 
 async def _connect(args: argparse.Namespace) -> ApiClient:
-    return ApiClient(args.url, args.api_key or client_api_key())  # aiohttp wants a running loop
+    url = args.url if args.port is None else f"http://localhost:{args.port}"
+    return ApiClient(api_url(url), args.api_key or client_api_key())  # aiohttp wants a running loop
+
+
+def api_url(url: str) -> str:
+    """A URL without a path is that of a server, whose API is under /v1."""
+    return re.sub(r"^(https?://[^/]+)/*$", r"\1/v1", url)
 
 
 def _repl(runner: asyncio.Runner, client: ApiClient, model: str, mode: Completion | Chat) -> int:

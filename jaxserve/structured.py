@@ -126,6 +126,8 @@ def _schema_grammar(schema: Any, params: StructuredOutputsParams) -> str:
 
     if params.disable_additional_properties:
         schema = _closed(schema)
+    if schema is True:  # llguidance wants an object
+        schema = {}
     options: Any = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
@@ -176,6 +178,8 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
     given = json.loads(given) if isinstance(given, str) else given
     if not isinstance(given, dict) or not isinstance(given.get("structures"), list) or not given["structures"]:
         raise ValueError("it needs structures, a list of objects with begin, schema and end")
+    if unknown := [name for name in given if name not in ("type", "structures", "triggers")]:
+        raise ValueError(f"unknown field {short(unknown[0])}")
     triggers = given.get("triggers")
     if not isinstance(triggers, list) or not all(isinstance(t, str) and t for t in triggers):
         raise ValueError("it needs triggers, a list of texts")
@@ -183,6 +187,8 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
     for i, structure in enumerate(given["structures"]):
         if not isinstance(structure, dict) or not all(isinstance(structure.get(n), str) for n in ("begin", "end")):
             raise ValueError(f"structures.{i} needs begin and end, both texts")
+        if unknown := [name for name in structure if name not in ("begin", "schema", "end")]:
+            raise ValueError(f"unknown field {short(unknown[0])} in structures.{i}")
         schema = structure.get("schema", {})
         if not isinstance(schema, dict | str):
             raise ValueError(f"structures.{i}.schema must be an object")
@@ -191,6 +197,8 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
             raise ValueError(f"structures.{i}.begin starts with none of the triggers")
         schema = json.loads(schema) if isinstance(schema, str) else schema
         tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=schema, end=structure["end"]))
+    if idle := [t for t in triggers if not any(tag.begin.startswith(t) for tag in tags)]:
+        raise ValueError(f"no structure begins with the trigger {short(idle[0])}")
     return StructTag.to_grammar(tags, assume_special=False)
 
 

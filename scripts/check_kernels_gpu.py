@@ -23,7 +23,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "pallas_kernels")]
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from kernel_cases import DECODE_MATRIX, PREFILL_MATRIX, TOLERANCE, Case, make_step  # noqa: E402  # pyright: ignore
+from kernel_cases import (  # noqa: E402  # pyright: ignore
+    DECODE_MATRIX,
+    PREFILL_MATRIX,
+    TOLERANCE,
+    Case,
+    make_step,
+    narrowed,
+    widened,
+)
 from rope_cases import ROPE_MATRIX, RopeCase, make_rope_step, worst  # noqa: E402  # pyright: ignore
 
 from jaxserve.bench.kernel_jobs import Job, attention_job, rope_job, time_jobs  # noqa: E402
@@ -65,9 +73,11 @@ def check_attention(title: str, name: str, cases: list[Case]) -> bool:
 
     print(f"\n## {title}: largest difference to the float64 oracle\n\n| case | error | limit |\n|---|---|---|")
     steps = [make_step(case) for case in cases]
-    runs = [partial(attend, backend=backend_of(name, case), options=case.options) for case in cases]
-    jobs = [(run, (step.q, step.kv, step.meta)) for run, step in zip(runs, steps, strict=True)]
-    good = True
+    good, jobs = True, []
+    for step in steps:
+        backend = backend_of(name, step.case)
+        kv = widened(step.kv, backend.stored_head_dim(step.case.head_dim))
+        jobs.append((partial(attend, backend=backend, options=step.case.options), (step.q, kv, step.meta)))
     for step, call in zip(steps, compile_all(jobs), strict=True):
         got, want = np.asarray(call().astype(jnp.float32), np.float64), step.expected()
         error, limit = float(np.abs(got - want).max()), TOLERANCE[step.case.dtype]
@@ -93,11 +103,12 @@ def check_rope(name: str) -> bool:
         def run(qkv: Any, kv: Any, meta: Any, cos: Any, sin: Any, weights: Any, step: Any = step, b: Any = backend):
             return b.halves[0](qkv, kv, b.prepare(meta, kv.k.shape[2]), cos, sin, **weights, **step.options)
 
-        jobs.append((run, jax.device_put(step.arguments, jax.devices()[0])))
+        kv = widened(step.kv, backend.stored_head_dim(case.head_dim))
+        jobs.append((run, jax.device_put((step.qkv, kv, *step.arguments[2:]), jax.devices()[0])))
     good = True
     for case, step, call in zip(ROPE_CASES, steps, compile_all(jobs), strict=True):
         q, kv = jax.device_get(call())
-        error = worst((q, KVPages(*kv)), step, case.case.dtype)
+        error = worst((q, narrowed(KVPages(*kv), case.case.head_dim)), step, case.case.dtype)
         good &= error < 1
         print(f"| {case} | {error:.2f} |" + ("" if error < 1 else " **OFF**"), flush=True)
     return good

@@ -164,7 +164,7 @@ def show_next_steps(url: str, model: str) -> None:
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
     body = {"model": model, "messages": [{"role": "user", "content": "Tell me a story"}], "max_tokens": 100}
     print(f"    -d '{json.dumps(body)}'\n")
-    print(f"  .venv/bin/jaxserve chat --url {url}/v1\n", flush=True)
+    print(f"  .venv/bin/jaxserve chat --url {url}\n", flush=True)
 
 
 def interrupt(*_: object) -> NoReturn:

@@ -179,6 +179,51 @@ async def test_refusals(llm, prompt, more, words):
     assert not llm._live
 
 
+TEMPLATE = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "now"}}
+
+
+async def test_a_chat_is_the_prompt_that_its_template_writes(llm):
+    shown = '{"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}'
+    for tools, before in ((None, ""), ([TOOL], shown)):
+        asked = llm.chat([{"role": "user", "content": "hi"}], params(), "c", chat_template=TEMPLATE, tools=tools)
+        outputs = await collect(asked)
+        plain = (await collect(llm.generate(f"{before}user: hi", params())))[-1]
+        assert outputs[-1].outputs == plain.outputs and outputs[-1].prompt == plain.prompt
+        assert {output.request_id for output in outputs} == {"c"} and len(outputs) > 1
+    for bad, param in (
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools.0.type"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            await collect(llm.chat(**bad, chat_template=TEMPLATE))
+        assert caught.value.param == param
+    await rests(llm)
+
+
+async def test_embeddings_beside_other_requests(llm):
+    prompts = [list(range(5, 5 + length)) for length in (1, 17, 60, 200)]
+    running = asyncio.create_task(collect(llm.generate([5, 6, 7], params())))
+    together = await asyncio.gather(*(llm.embed(prompt, str(i)) for i, prompt in enumerate(prompts)))
+    await running
+    for i, (prompt, found) in enumerate(zip(prompts, together, strict=True)):
+        assert (found.request_id, found.prompt_token_ids, found.finished) == (str(i), prompt, True)
+        vector = found.outputs.embedding
+        assert len(vector) == 64 and sum(x * x for x in vector) == pytest.approx(1, abs=1e-5)
+        assert vector == pytest.approx((await llm.embed(prompt)).outputs.embedding, abs=1e-5)
+    mean = (await llm.embed(prompts[1], pooling="mean")).outputs.embedding
+    assert mean != pytest.approx(together[1].outputs.embedding, abs=1e-3)
+    for bad, param in (
+        ({"pooling": "max"}, "pooling"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"request_id": ""}, "request_id"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            await llm.embed([5], **bad)
+        assert caught.value.param == param
+    await rests(llm)
+
+
 async def test_health_and_tokenizer(llm):
     await llm.check_health()
     tokenizer = await llm.get_tokenizer()
@@ -189,19 +234,19 @@ async def test_a_pause_holds_what_comes_and_freezes_or_ends_what_runs(llm):
     alone = (await collect(llm.generate([5, 6, 7], params())))[-1].outputs
     frozen = llm.generate([5, 6, 7], LONG)
     await anext(frozen)
-    await llm.pause("keep", clear_cache=False)
+    await llm.pause_generation("keep", clear_cache=False)
     assert await llm.is_paused() and not await llm.is_sleeping()
     held = asyncio.create_task(collect(llm.generate([5, 6, 7], params())))
     await asyncio.sleep(0.2)
     assert not held.done()
-    await llm.resume()
+    await llm.resume_generation()
     assert not await llm.is_paused()
     assert (await held)[-1].outputs == alone
-    await llm.pause()
+    await llm.pause_generation()
     assert (await collect(frozen))[-1].outputs[0].finish_reason == "abort"
-    await llm.resume()
+    await llm.resume_generation()
     with pytest.raises(RequestError, match="mode must be"):
-        await llm.pause("soon")
+        await llm.pause_generation("soon")
     await rests(llm)
 
 

@@ -256,9 +256,19 @@ def test_what_a_server_says_instead_of_its_models_is_shown(stand_in, status: int
     assert done.stderr.startswith("jaxserve: error: ") and words in done.stderr and done.stderr.count("\n") == 1
 
 
-def test_a_url_without_v1_gets_a_hint(stand_in):
-    done = run("complete", "--url", stand_in.url, "-q", "hi")
-    assert done.returncode == 1 and f"the URL of such a server ends with /v1: try {stand_in.url}/v1\n" in done.stderr
+@pytest.mark.parametrize("command", ["chat", "complete"])
+def test_a_port_or_a_url_without_v1_will_do(stand_in, command: str):
+    port = stand_in.url.rpartition(":")[2]
+    for where in (["--port", port], ["--url", stand_in.url], ["--url", f"{stand_in.url}/"]):
+        assert run(command, *where, "-q", "hi").stdout == "w0 w1 w2 \n"
+    done = run(command, "--url", stand_in.url, "--port", port, "-q", "hi")
+    assert done.returncode == 2 and "not allowed with argument" in done.stderr
+
+
+def test_a_url_with_another_path_gets_a_hint(stand_in):
+    done = run("complete", "--url", f"{stand_in.url}/api", "-q", "hi")
+    assert done.returncode == 1
+    assert f"the URL of such a server ends with /v1: try {stand_in.url}/api/v1\n" in done.stderr
 
 
 @pytest.mark.parametrize("url", ["localhost:9", "//localhost:9", "htp://localhost:9", "http:/localhost:9"])

@@ -69,8 +69,8 @@ class Served(NamedTuple):
 
 
 def needs(package: str, extra: str) -> Any:
-    """Marks a test that cannot run without a package of the extra. `clients` is installed wherever CI runs."""
-    missing = importlib.util.find_spec(package) is None and not (extra == "clients" and os.environ.get("CI"))
+    """Marks a test that cannot run without a package of the extra. Where CI runs, all are installed."""
+    missing = importlib.util.find_spec(package) is None and not os.environ.get("CI")
     return pytest.mark.skipif(missing, reason=f"{package} is not installed: pip install 'jaxserve[{extra}]'")
 
 

@@ -35,6 +35,13 @@ TAG = {
                     "required": ["x"], "additionalProperties": False}, "end": "</f>"}],
     "triggers": ["<f"],
 }  # fmt: skip
+TAGS = {
+    "structures": [
+        {"begin": "<n=", "schema": {"type": "integer"}, "end": ">"},
+        {"begin": "<w=", "schema": {"type": "string"}, "end": "/>"},
+    ],
+    "triggers": ["<n", "<w"],
+}
 
 
 # ---- what is refused
@@ -65,6 +72,12 @@ TAG = {
         ({"structural_tag": {}}, "structural_tag is bad: it needs structures"),
         ({"structural_tag": {"structures": [{"begin": "<a>", "end": ""}], "triggers": ["b"]}}, "none of the triggers"),
         ({"structural_tag": "{"}, "structural_tag is bad"),
+        ({"structural_tag": {**TAG, "triggers": ["<f", "<g"]}}, "no structure begins with the trigger '<g'"),
+        ({"structural_tag": {**TAG, "at_least_one": True}}, "structural_tag is bad: unknown field 'at_least_one'"),
+        (
+            {"structural_tag": {**TAG, "structures": [{**TAG["structures"][0], "strict": True}]}},
+            "unknown field 'strict' in structures.0",
+        ),
         ({"regex": "a", "whitespace_pattern": " ", "disable_any_whitespace": True}, "not both"),
         ({"jsn": {}}, "unknown field 'jsn'"),
         ({"regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "at most"),
@@ -144,12 +157,16 @@ def accepts(compiler, tokenizer, params: StructuredOutputsParams, text: str) -> 
         ({"json": {"properties": {"a": {}}, "type": "object"}}, '{"b":1}', "[]"),
         ({"json": {"properties": {"a": {}}, "type": "object"}, "disable_additional_properties": True}, "{}", '{"b":1}'),
         ({"json": '{"type": "integer"}'}, "-5", "5.5"),
+        ({"json": "true"}, '[1, "a"]', "[1"),
         ({"json_object": True}, '{"é": "😀"}', '"a"'),
         ({"regex": "[0-9]{3}"}, "123", "12"),
         ({"choice": ['say "é"', "no"]}, 'say "é"', "yes"),
         ({"grammar": 'start: "a" B\nB: /b+/'}, "abb", "a"),
         ({"grammar": 'root ::= "a" [bc]+'}, "abc", "a"),
         ({"structural_tag": TAG}, 'so: <f>{"x":true}</f> ok', "<f>{}</f>"),
+        ({"structural_tag": TAG}, '<f>{"x":true}</f><f>{"x": false}</f> <g', '<f>{"x":true}</f><f>{}</f>'),
+        ({"structural_tag": TAGS}, 'a <n=5> b <w="é"/> <n=-1>', '<n="5">'),
+        ({"structural_tag": TAGS}, "a < b", "<w=5/>"),
     ],
 )
 def test_a_grammar_takes_what_it_should(compiler, tokenizer, given, good, bad):

@@ -229,7 +229,7 @@ def layer_job(deployment: Deployment, rows: int, context: int) -> Job:
     meta, num_pages = rows_of(deployment, context, 1, rows, decode=True)
     extras, options = _projection(deployment, meta)
     window = model.sliding_windows[0]
-    options |= {"scale": model.attention_scale, "sliding_window": window, "softcap": None}
+    options |= {"scale": model.attention_scale, "sliding_window": window, "softcap": None, "sinks": None}
 
     def op(qkv: Array, kv: Any, meta: AttentionInput, extras: dict[str, Array]) -> tuple[Array, Any]:
         given: dict[str, Any] = dict.fromkeys(("bias", "q_norm", "k_norm")) | extras

@@ -66,7 +66,13 @@ def _formats(frontend: Frontend, config: ServeConfig) -> Formats:
     """How the model writes calls and reasoning, by name or by its template."""
     template = frontend.tokenizer.template_for(tools=True)
     formats = find_formats(config.tool_call_parser, config.reasoning_parser, template)
-    log.info("tool calls are read as %s, reasoning as %s", formats.tools_name, formats.reasoning_name)
+    tools, reasoning = formats.tools_name, formats.reasoning_name
+    if tools == "none":
+        known = "tools" in (template or "")
+        tools = "not read (--tool-call-parser NAME says how the model writes them)" if known else "not in its template"
+    if reasoning == "none":
+        reasoning = "not told from the answer (--reasoning-parser NAME says how the model writes it)"
+    log.info("tool calls: %s; reasoning: %s", tools, reasoning)
     return formats
 
 

@@ -77,12 +77,11 @@ def prepare(
         "continued": _text_of(messages[-1]) if continue_final_message else None,
         "parallel": parallel_tool_calls,
     }
-    budget = None
+    budget, token_id = None, tokenizer.added_token_id
     if thinking_token_budget is not None:
         tokens = min(thinking_token_budget, server.frontend.info.max_model_len)
         budget = ThinkingBudget(tokens, tuple(server.frontend.eos_ids))
-        check_budget(formats)
-    token_id = tokenizer.added_token_id
+        check_budget(formats, token_id)
     grammar = make_grammar(formats, choice, token_id=token_id, answer=answer_grammar, budget=budget, **options)
     free_after_grammar = grammar is None and budget is not None
     if grammar is None and budget is not None:

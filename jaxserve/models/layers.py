@@ -44,6 +44,7 @@ class Attend(Protocol):
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Array | None,
     ) -> tuple[Float[Array, "T N H"], Any]: ...
 
 
@@ -218,7 +219,8 @@ class Decoder(nnx.Module):
         return matrices | {name: getattr(self, name)[i] for name in _STACKED if hasattr(self, name)}
 
 
-_STACKED = ("mlp_norm", "q_norm", "k_norm", "qkv_bias", "o_bias", "gate_up_bias", "down_bias")
+# sinks [L, N]: see `reference.attention`
+_STACKED = ("mlp_norm", "q_norm", "k_norm", "qkv_bias", "sinks", "o_bias", "gate_up_bias", "down_bias")
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -245,6 +247,7 @@ def attention(
     out, kv_l = ops.attend(
         matmul(x, w["qkv"]), kv_l, rope, num_heads=config.num_heads, bias=w.get("qkv_bias"), q_norm=w.get("q_norm"),
         k_norm=w.get("k_norm"), eps=config.norm_eps, scale=config.attention_scale, sliding_window=window, softcap=None,
+        sinks=w.get("sinks"),
     )  # fmt: skip
     out = out.reshape(x.shape[0], -1)
     return block_output(config, out if rows is None else out[rows], w["o"], w.get("o_bias"), ops), kv_l

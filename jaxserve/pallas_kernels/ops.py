@@ -32,7 +32,7 @@ class Backend:
     """Attention kernels of one kind for one platform. All functions are traced inside the step's jit.
 
     prepare(meta, page_size) -> meta: once per step, what all layers share.
-    attend(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps, scale, sliding_window, softcap)
+    attend(qkv, kv, meta, cos, sin, *, num_heads, bias, q_norm, k_norm, eps, scale, sliding_window, softcap, sinks)
         -> [T, N, H], KVPages: `reference.rope_and_write`, then `reference.attention`. Donates `kv`; padding tokens go
         to page 0.
     halves: `rope_and_write` and `attention` as two functions, for benchmarks and tests; `attend` may be one kernel.
@@ -112,10 +112,10 @@ def in_turn(
 
     def attend(
         qkv: Array, kv: KVPages, meta: AttentionInput, cos: Array, sin: Array, *,
-        scale: float, sliding_window: int | None, softcap: float | None, **projection: Any,
+        scale: float, sliding_window: int | None, softcap: float | None, sinks: Array | None, **projection: Any,
     ) -> tuple[Array, KVPages]:  # fmt: skip
         q, kv = rope_and_write(qkv, kv, meta, cos, sin, **projection)
-        return attention(q, kv, meta, scale=scale, sliding_window=sliding_window, softcap=softcap), kv
+        return attention(q, kv, meta, scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks), kv
 
     return attend
 
@@ -159,6 +159,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         halves=(rope_and_write, kernel.attention),
         add_norm=add_norm,
         parts=parts,
+        stored_head_dim=kernel.stored_head_dim,
     )
 
 

@@ -200,7 +200,7 @@ def _body(
     """`refs` are, by `names`:
 
     q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe bias [N + 2K, H], q_norm,
-    k_norm [H];
+    k_norm [H]; maybe sinks f32[K, Gp], in units of log2;
     k, v [P, K, page, H], in place: with qkv the new token's are written there; items i32[n, 5];
     table i32[S, W]; out, as q: rows with one item; partial f32[slots, K, Gp, H] out: result of an item; lse
     f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
@@ -367,6 +367,13 @@ def _body(
             acc = jnp.where(lax.broadcast_in_dim(has_new, acc.shape, []), v, acc)
         else:
             pl.when(num_tiles > 0)(load_q)
+        if "sinks" in ref:  # one more score, for the item that takes the row's last tile
+            sink = plgpu.load(ref["sinks"].at[head], layout=per_head, optimized=False)
+            sink = jnp.where(lax.broadcast_in_dim(has_new, m.shape, []), sink, reference.MASKED)
+            m, before = jnp.maximum(m, sink), m
+            shrink = jnp.exp2(before - m)
+            total = total * shrink + jnp.exp2(sink - m)
+            acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
 
         def step(i, carry):
             acc, m, total = carry  # f32 [H, Gp], [Gp] in units of log2, [Gp]
@@ -609,6 +616,7 @@ def decode_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     tuning: DecodeTuning = DecodeTuning(),
     work: Work | None = None,
 ) -> Array:
@@ -626,8 +634,9 @@ def decode_attention(
     qs = q.reshape(rows, -1, group, head_dim).astype(kv.k.dtype)
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
+    given = {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)} | _padded_sinks(sinks, kv, heads)
     out, _ = _attend(
-        kv, work, page_table, {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)},
+        kv, work, page_table, given,
         scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0, **how,
     )  # fmt: skip
     return out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
@@ -655,6 +664,7 @@ def decode_qkv(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     tuning: DecodeTuning = DecodeTuning(),
 ) -> tuple[Array, KVPages]:
     """From the merged projection of one token per row to the output of attention [S, N, H]; donates `kv`.
@@ -668,11 +678,24 @@ def decode_qkv(
     given = {"qkv": qkv.reshape(rows, -1, head_dim), "cos": cos, "sin": sin}
     given |= {"bias": bias.reshape(-1, head_dim)} if bias is not None else {}
     given |= {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
+    given |= _padded_sinks(sinks, kv, num_heads)
     out, kv = _attend(
         kv, make_work(kv_lens, sliding_window, how["cuts"]), page_table, given,
         scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps, **how,
     )  # fmt: skip
     return out.reshape(rows, num_heads, head_dim), kv
+
+
+def _padded_sinks(sinks: Array | None, kv: KVPages, num_heads: int) -> dict[str, Array]:
+    """sinks [N] as `_body` takes them: a tile's places beyond the heads of a half are 0."""
+    if sinks is None:
+        return {}
+    kv_heads = kv.k.shape[1]
+    group = num_heads // kv_heads
+    halves = ceil_div(group, HEAD_ROWS)
+    sinks = reference.start_of(sinks, (kv_heads, group)) * LOG2E
+    sinks = jnp.pad(sinks, ((0, 0), (0, group % halves))).reshape(kv_heads, halves, -1)
+    return {"sinks": jnp.pad(sinks, ((0, 0), (0, 0), (0, HEAD_ROWS - sinks.shape[2]))).reshape(kv_heads, -1)}
 
 
 def _how(

@@ -136,8 +136,7 @@ def _body(
     tiles_ref,  # i32[n, 4]
     lens_ref,  # i32[S]
     table_ref,  # i32[S, W]
-    o_ref,  # [T, N, H] out
-    *,
+    *refs,  # f32[N] sinks, if there are any; [T, N, H] out
     q_smem,  # [2, WG_ROWS, H], and O at the end
     k_smem,  # [stages, kv_tile, H]
     v_smem,  # [stages, kv_tile, H]
@@ -154,6 +153,7 @@ def _body(
     sliding_window: int | None,
     softcap: float | None,
 ):
+    *sinks_ref, o_ref = refs
     stages, kv_tile, head_dim = k_smem.shape
     page_size, width = k_ref.shape[2], table_ref.shape[1]
     num_tokens, heads, _ = q_ref.shape
@@ -333,10 +333,11 @@ def _body(
             change_turns()
 
         per_row = plgpu.Layout.WGMMA.reduce(1)
+        m, total = (sinks_ref[0][head] * LOG2E, 1.0) if sinks_ref else (reference.MASKED, 0.0)
         carry = (
             plgpu.layout_cast(jnp.zeros((WG_ROWS, head_dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((WG_ROWS,), reference.MASKED, jnp.float32), per_row),
-            plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), per_row),
+            plgpu.layout_cast(jnp.full((WG_ROWS,), m, jnp.float32), per_row),
+            plgpu.layout_cast(jnp.full((WG_ROWS,), total, jnp.float32), per_row),
         )
         plgpu.barrier_wait(q_full.at[wg])
 
@@ -398,7 +399,7 @@ def _body(
 # One module-level jit, so that every layer of a step shares one traced call, one kernel and one compilation.
 @partial(jax.jit, static_argnames=("first_token", "scale", "sliding_window", "softcap", "tuning"))
 def _attend(
-    q: Array, k: Array, v: Array, tiles: Array, kv_lens: Array, page_table: Array, *,
+    q: Array, k: Array, v: Array, tiles: Array, kv_lens: Array, page_table: Array, sinks: Array | None, *,
     first_token: int, scale: float, sliding_window: int | None, softcap: float | None, tuning: PrefillTuning,
 ) -> Array:  # fmt: skip
     """q [T, N, H], T a multiple of 8 and at least 128; k, v [P, K, page, H]; tiles i32[n, 4] -> [T, N, H]."""
@@ -435,7 +436,7 @@ def _attend(
         kernel_name="prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(q, k, v, tiles, kv_lens, page_table)
+    return kernel(q, k, v, tiles, kv_lens, page_table, *([] if sinks is None else [sinks]))
 
 
 def unsupported(*, dtype: str | None, head_dim: int | None, group: int | None) -> str | None:
@@ -456,6 +457,7 @@ def prefill_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     first_token: int = 0,
     tuning: PrefillTuning = PrefillTuning(),
 ) -> Array:
@@ -482,8 +484,10 @@ def prefill_attention(
     qs = q.astype(kv.k.dtype)
     if padding:
         qs = jnp.pad(qs, ((0, padding), (0, 0), (0, 0)))
+    if sinks is not None:
+        sinks = reference.start_of(sinks, (heads,))
     out = _attend(
-        qs, kv.k, kv.v, work.tiles, meta.kv_lens, meta.page_table, first_token=first_token, scale=scale,
+        qs, kv.k, kv.v, work.tiles, meta.kv_lens, meta.page_table, sinks, first_token=first_token, scale=scale,
         sliding_window=sliding_window, softcap=softcap, tuning=tuning.of(head_dim),
     )  # fmt: skip
     return out[:tokens].astype(q.dtype)

@@ -209,6 +209,7 @@ def attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     tuning: Tuning = Tuning(),
 ) -> Array:
     """As `reference.attention`, for pages of `stored_head_dim`. Raises ValueError for what the kernel does not take."""
@@ -226,9 +227,11 @@ def attention(
     work: Work = meta.prepared or prepare(meta, page_size, tuning=tuning).prepared
     masks = reference.Masks(scale, sliding_window, softcap)
     split, parts = meta.num_decode_rows, []
+    if sinks is not None:
+        sinks = reference.start_of(sinks, (kv_heads, heads // kv_heads, 1))
     for part, visits, size in ((q[:split], work.decode, 1), (q[split:], work.prefill, work.block_tokens)):
         if count := part.shape[0]:
-            o = _attend(_to_blocks(part, kv_heads, size, stored), visits, work.table, kv, size, masks, tuning)
+            o = _attend(_to_blocks(part, kv_heads, size, stored), visits, work.table, kv, sinks, size, masks, tuning)
             parts.append(_from_blocks(o, size, heads)[:count, :, :head_dim])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -251,8 +254,9 @@ def _from_blocks(o: Array, block_tokens: int, heads: int) -> Array:
 # One module-level jit, so that the layers of a step share one traced call.
 @partial(jax.jit, static_argnames=("block_tokens", "masks", "tuning"))
 def _attend(
-    q: Array, visits: Array, table: Array, kv: KVPages, block_tokens: int, masks: reference.Masks, tuning: Tuning
-) -> Array:
+    q: Array, visits: Array, table: Array, kv: KVPages, sinks: Array | None, block_tokens: int, masks: reference.Masks,
+    tuning: Tuning,
+) -> Array:  # fmt: skip
     _, kv_heads, query_rows, head_dim = q.shape
     together = kv_heads if block_tokens == 1 else 1  # kv heads of one product: all, where each has few rows
     score_rows = together * ceil_div(query_rows, 8) * 8
@@ -281,13 +285,13 @@ def _attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(visits.shape[1] - 1,),
-            in_specs=[block, in_hbm, in_hbm, in_hbm],
+            in_specs=[block, in_hbm, in_hbm, in_hbm, None if sinks is None else pl.BlockSpec(memory_space=pltpu.VMEM)],
             out_specs=block,
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=tuning.vmem_bytes),
         name=f"ragged_paged_attention_{block_tokens}",
-    )(visits, q, table, kv.k, kv.v)
+    )(visits, q, table, kv.k, kv.v, sinks)
 
 
 def _body(
@@ -296,6 +300,7 @@ def _body(
     table: Any,  # i32[S, 1, W] HBM
     k_pages: Any,  # [P, K, page, H] HBM
     v_pages: Any,
+    sinks: Any,  # f32[K, G, 1]; None: there are none
     out: Any,  # [1, K, R, H]
     table_rows: Any,  # i32[2, 1, W] SMEM: of the visit at work, and of the next one
     k_tiles: Any,  # [2, K, tile, H]
@@ -401,8 +406,14 @@ def _body(
         table_row, after = turn[0], visits[COLUMN.next, me + 1]
         begin, end = keys_of(me)
         tiles = lax.div(end + tile_tokens - 1, tile_tokens)
-        top[...] = jnp.full_like(top, MASKED)
-        total[...] = jnp.zeros_like(total)
+        if sinks is None:
+            top[...] = jnp.full_like(top, MASKED)
+            total[...] = jnp.zeros_like(total)
+        else:
+            for g in range(rows // block_tokens):
+                own = pl.ds(g * block_tokens, block_tokens)
+                top[:, own] = jnp.broadcast_to(sinks[:, g : g + 1], (kv_heads, block_tokens, 1))
+            total[...] = jnp.ones_like(total)
         acc[...] = jnp.zeros_like(acc)
 
         def one(tile: Any, place: Any) -> Any:

@@ -217,6 +217,7 @@ def attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Array | None = None,
     tuning: Tuning = CPU_TUNING,
 ) -> Array:
     """Causal grouped-query attention of q [T, N, H] over the pages of each token's row -> [T, N, H].
@@ -224,14 +225,17 @@ def attention(
     K and V of this step's tokens must be in the pages already. Query head n reads kv head n // G. A token at
     position i attends to positions (i - sliding_window, i]. Scores are q.k * scale, then softcap * tanh(s / softcap),
     and kept in float32. Padding tokens get 0.
+
+    sinks [N] (arXiv:2309.17453, learned as in gpt-oss): one more score per query head, neither scaled nor capped nor
+    out of any window, that every token attends to and whose value is 0: a term of the softmax's denominator alone.
     """
     masks = Masks(scale, sliding_window, softcap)
     split = meta.num_decode_rows
     parts = []
     if split:
-        parts.append(decode_attention(q[:split], kv, meta, masks, tuning))
+        parts.append(decode_attention(q[:split], kv, meta, masks, sinks, tuning))
     if q.shape[0] > split:
-        parts.append(prefill_attention(q[split:], kv, meta, masks, tuning))
+        parts.append(prefill_attention(q[split:], kv, meta, masks, sinks, tuning))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
@@ -248,16 +252,28 @@ class Masks:
         return s if self.softcap is None else self.softcap * jnp.tanh(s / self.softcap)
 
 
-def decode_attention(q: Array, kv: KVPages, meta: AttentionInput, masks: Masks, tuning: Tuning) -> Array:
+def start_of(sinks: Array, shape: tuple[int, ...]) -> Array:
+    """sinks [N] in a shape and in float32: where the largest score of a softmax starts, and the sum at 1.
+
+    Finite also where a sink is -inf: the first real score then shrinks that sum to 0.
+    """
+    return jnp.maximum(sinks.astype(jnp.float32), MASKED).reshape(shape)
+
+
+def decode_attention(
+    q: Array, kv: KVPages, meta: AttentionInput, masks: Masks, sinks: Array | None, tuning: Tuning
+) -> Array:
     """The decode region: q [S_d, N, H], one query per row -> [S_d, N, H]."""
     rows = q.shape[0]
     lens = meta.kv_lens[:rows]
     kv_tile = tuning.decode_kv_tile_of(rows)
     table = meta.page_table[:rows]
-    return _attend(q[:, None], kv, table, lens - 1, jnp.minimum(lens, 1), masks, kv_tile)[:, 0]
+    return _attend(q[:, None], kv, table, lens - 1, jnp.minimum(lens, 1), masks, sinks, kv_tile)[:, 0]
 
 
-def prefill_attention(q: Array, kv: KVPages, meta: AttentionInput, masks: Masks, tuning: Tuning) -> Array:
+def prefill_attention(
+    q: Array, kv: KVPages, meta: AttentionInput, masks: Masks, sinks: Array | None, tuning: Tuning
+) -> Array:
     """The prefill region: q [T_p, N, H], ragged chunks -> [T_p, N, H]. Tiles beyond the real ones cost nothing."""
     num_tokens = q.shape[0]
     tiles = (meta.prepared and meta.prepared.prefill_tiles) or prefill_tiles(meta, tuning.query_tile)
@@ -271,7 +287,7 @@ def prefill_attention(q: Array, kv: KVPages, meta: AttentionInput, masks: Masks,
         token = now.first_tokens[:, None] + within  # i32[tiles, query_tile]
         q_tiles = q.at[token].get(mode="clip")  # [tiles, query_tile, N, H]
         table = meta.page_table[now.rows]
-        o = _attend(q_tiles, kv, table, now.first_positions, now.num_tokens, masks, tuning.prefill_kv_tile)
+        o = _attend(q_tiles, kv, table, now.first_positions, now.num_tokens, masks, sinks, tuning.prefill_kv_tile)
         token = jnp.where(within < now.num_tokens[:, None], token, num_tokens)  # dropped past a tile's tokens
         return out.at[token].set(o, mode="drop")
 
@@ -280,8 +296,9 @@ def prefill_attention(q: Array, kv: KVPages, meta: AttentionInput, masks: Masks,
 
 
 def _attend(
-    q: Array, kv: KVPages, table: Array, first_positions: Array, num_tokens: Array, masks: Masks, kv_tile: int
-) -> Array:
+    q: Array, kv: KVPages, table: Array, first_positions: Array, num_tokens: Array, masks: Masks,
+    sinks: Array | None, kv_tile: int,
+) -> Array:  # fmt: skip
     """Attention of C query tiles, each with its own row of pages.
 
     q [C, t, N, H]; table i32[C, W]; first_positions i32[C], num_tokens i32[C] (0..t) -> [C, t, N, H], 0 for padding.
@@ -321,9 +338,11 @@ def _attend(
         o = jnp.einsum("ckqb,ckbh->ckqh", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
         return acc * shrink[..., None] + o, m_new, total * shrink + p.sum(axis=-1)
 
-    zeros = jnp.zeros((num_tiles, kv_heads, t * group), jnp.float32)
-    acc = jnp.zeros((*zeros.shape, head_dim), jnp.float32)
-    acc, _, total = lax.fori_loop(0, trips, step, (acc, zeros + MASKED, zeros))
+    total = jnp.zeros((num_tiles, kv_heads, t * group), jnp.float32)
+    acc, m = jnp.zeros((*total.shape, head_dim), jnp.float32), jnp.full_like(total, MASKED)
+    if sinks is not None:  # the first score
+        m, total = jnp.tile(start_of(sinks, (kv_heads, group)), (num_tiles, 1, t)), total + 1
+    acc, _, total = lax.fori_loop(0, trips, step, (acc, m, total))
     # a wholly masked KV tile adds 1 per key to `total`, and the first real score shrinks that to 0
     out = (acc / total[..., None]).reshape(num_tiles, kv_heads, t, group, head_dim).swapaxes(1, 2)
     real = jnp.arange(t, dtype=jnp.int32) < num_tokens[:, None]  # bool[C, t]

@@ -9,7 +9,8 @@ TMA; loads go to registers and stores leave from there, and many small CTAs keep
     can load 16 bytes each: Llama-8B gives q 16, q 16, k 8, v 8. A piece is two arrays [heads, H/2], one per half of
     the heads, with one layout: the two elements that rope rotates together are in one thread.
   - A head's H/2 columns lie within one warp, so that a norm needs shuffles only. A piece with fewer heads than warps
-    is held by several warps, which all store the same values.
+    is held by several warps, which all store the same values. Where H/2 is no power of 2 (head dim 80 or 96), lanes
+    hold that many columns of it as the largest one that divides it, several times: smaller loads.
   - A CTA is one warpgroup with one token and one or all of its pieces: one if there are few tokens (then the card is
     empty, and what counts is how long a thread takes), all if there are many.
 
@@ -40,7 +41,7 @@ from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
 
 THREADS, WARP, WARPS = 128, 32, 4  # of a warpgroup
 VECTOR_BYTES = 16  # most that a thread loads at once
-HEAD_DIMS = (64, 128, 256)
+HEAD_DIM_STEP, MAX_HEAD_DIM = 16, 256
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -69,6 +70,7 @@ class Piece(NamedTuple):
 def make_pieces(num_heads: int, kv_heads: int, head_dim: int, itemsize: int) -> list[Piece]:
     """Cuts the heads of a token, in the order in which they lie in memory."""
     most = THREADS * (VECTOR_BYTES // itemsize) // (head_dim // 2)
+    most = 1 << most.bit_length() - 1
     pieces = []
     for part, count in (("q", num_heads), ("k", kv_heads), ("v", kv_heads)):
         first = 0
@@ -88,16 +90,30 @@ def make_groups(pieces: list[Piece], num_tokens: int, tuning: RopeTuning) -> lis
 
 
 def layout_of(heads: int, columns: int) -> Any:
-    """Thread layout of a piece's half [heads, columns]: heads over warps, then over the lanes of one."""
-    vector = max(heads * columns // THREADS, columns // WARP)  # elements of a thread
-    rows = WARP * vector // columns  # heads of a warp
-    if rows > 1:  # tiled: [warps, 1, rows, columns / vector, vector]
-        tiling = plgpu.Tiling(((heads, columns), (rows, columns), (vector,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-    tiling = plgpu.Tiling(((heads, columns), (vector,)))  # [heads, columns / vector, vector]
-    over = (-3,) if heads > 1 else ()
-    same = (plgpu.Replicated(WARPS // heads),) if heads < WARPS else ()
-    return plgpu.Layout.TILED(tiling, warp_dims=(*over, *same), lane_dims=(-2,), vector_dim=-1)
+    """Thread layout of a piece's half [heads, columns]: heads over warps, then over the lanes of one.
+
+    Tiled it is [warps, columns / width, rows, width / vector, vector], and each thread has a vector of each width; of
+    those dimensions the layout names none that it does not need.
+    """
+    width = columns & -columns  # the largest power of 2 that divides it
+    vector = max(heads * width // THREADS, width // WARP, 1)
+    lanes = width // vector  # of a head
+    rows = min(heads, WARP // lanes)  # heads of a warp
+    warps = heads // rows
+    whole = width == columns
+    if whole and rows in (1, heads):
+        tiles, warp_dim = ((heads, columns), (vector,)), -3
+    elif rows == 1:
+        tiles, warp_dim = ((heads, columns), (width,), (vector,)), -4
+    else:
+        tiles, warp_dim = ((heads, columns), (rows, width), (vector,)), -5
+
+    def times(n: int) -> tuple[Any, ...]:
+        return (plgpu.Replicated(n),) if n > 1 else ()
+
+    warp_dims = ((warp_dim,) if warps > 1 else ()) + times(WARPS // warps)
+    lane_dims = ((-3,) if rows > 1 else ()) + (-2,) + times(WARP // (rows * lanes))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp_dims, lane_dims=lane_dims, vector_dim=-1)
 
 
 def _load(ref: Any, layout: Any) -> Array:
@@ -203,8 +219,9 @@ def unsupported(*, dtype: str | None, head_dim: int | None) -> str | None:
     """Why the kernel cannot serve a model, or None if it can. What is None is not checked. Any N, K, page will do."""
     if dtype is not None and dtype not in DTYPES:
         return f"it takes {', '.join(DTYPES)}, and the dtype is {dtype}"
-    if head_dim is not None and head_dim not in HEAD_DIMS:
-        return f"it takes head dims {', '.join(map(str, HEAD_DIMS))}, and the model's is {head_dim}"
+    if head_dim is not None and (head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM):
+        most = f"multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}"
+        return f"it takes head dims that are {most}, and the model's is {head_dim}"
     return None
 
 
@@ -222,15 +239,20 @@ def rope_and_write(
     eps: float = 0.0,
     tuning: RopeTuning = RopeTuning(),
 ) -> tuple[Array, KVPages]:
-    """As `reference.rope_and_write`. Donates `kv`. Raises ValueError for shapes that the kernel does not take."""
-    tokens, (_, kv_heads, page_size, head_dim) = qkv.shape[0], kv.k.shape
-    heads = num_heads + 2 * kv_heads
+    """As `reference.rope_and_write`. Donates `kv`. Raises ValueError for shapes that the kernel does not take.
+
+    Pages may be wider than heads; nothing is written beyond those.
+    """
+    tokens, (_, kv_heads, page_size, stored) = qkv.shape[0], kv.k.shape
+    heads, head_dim = num_heads + 2 * kv_heads, 2 * cos.shape[-1]
     name = "rope and KV write on mosaic_gpu"
     for dtype in (qkv.dtype, kv.k.dtype):
         if reason := unsupported(dtype=str(dtype), head_dim=head_dim):
             raise ValueError(f"{name}: {reason}")
     if qkv.shape[1] != heads * head_dim:
         raise ValueError(f"{name}: qkv must be [T, {heads * head_dim}] for {heads} heads, got {qkv.shape}")
+    if stored < head_dim:
+        raise ValueError(f"{name}: pages of head dim {head_dim} must be at least as wide, got {stored}")
     if cos.shape != (tokens, head_dim // 2) or sin.shape != cos.shape:
         raise ValueError(f"{name}: cos and sin must be [{tokens}, {head_dim // 2}], got {cos.shape}, {sin.shape}")
     if meta.prepared:

@@ -75,6 +75,12 @@ class Lark:
         self._rules.append(f"{name}{options}: {body}")
         return name
 
+    def terminal(self, pattern: str) -> str:
+        """A new terminal; returns its name."""
+        name = f"TERMINAL_{len(self._rules)}"
+        self._rules.append(f"{name}: {pattern}")
+        return name
+
     def either(self, bodies: Sequence[str]) -> str:
         """A rule for each of `bodies`, and one that is any of them."""
         return self.rule(" | ".join(self.rule(body) for body in bodies))

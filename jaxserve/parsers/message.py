@@ -49,6 +49,7 @@ class Message:
 
     tools       what may be called, by name
     max_calls   further calls are dropped; None: all are sent
+    closing     a mark of the format: no content where it ends the message. "": there is none
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Message:
         self.reasoning_spans: list[tuple[int, float]] = []  # begin and end, in characters of the output
         self.complete_calls = 0
         self.cut = False  # the last call has no end
+        self.closing = ""
+        self._closing_held = ""  # content that may turn out to be that
         self._max_calls = max_calls
         self._make_id = make_id
         self._delta = MessageDelta()
@@ -81,7 +84,23 @@ class Message:
             self._space = ""
         self._close_delta()
         delta, self._delta = self._delta, MessageDelta()
+        if self.closing:
+            delta.content = self._without_closing(delta.content, finished)
         return delta
+
+    def _without_closing(self, text: str, finished: bool) -> str:
+        text, mark = self._closing_held + text, self.closing
+        body = text.rstrip(SPACE)
+        if body.endswith(mark):
+            end = len(body) - len(mark)
+        elif finished:
+            return text
+        else:
+            maybe = range(max(len(text) - len(mark) + 1, 0), len(text))
+            end = next((i for i in maybe if mark.startswith(text[i:])), len(text))
+        end = len(text[:end].rstrip(SPACE))
+        self._closing_held = text[end:]
+        return text[:end]
 
     def _close_delta(self) -> None:
         if self._call is not None:

@@ -8,8 +8,10 @@ from jaxserve.parsers.formats import Formats, find_formats
 from jaxserve.parsers.grammar import Lark, loosened, with_answer
 from jaxserve.parsers.harmony import Harmony
 from jaxserve.parsers.message import Message, MessageDelta, call_id
+from jaxserve.parsers.pythonic import Pythonic
 from jaxserve.parsers.reader import Reader, Steps
 from jaxserve.parsers.reasoning import Begun, ThinkingBudget
+from jaxserve.parsers.tool_formats import Llama3Json
 from jaxserve.parsers.tools import Tool, ToolChoice
 from jaxserve.tokenizer import Tokenizer
 
@@ -128,7 +130,7 @@ def thinking_limiter(
         options: dict[str, Any] = {"prompt": prompt_end, "token_id": tokenizer.added_token_id}
         if answer is None:
             return thinking_grammar(formats, budget, **options), True
-        check_budget(formats)
+        check_budget(formats, tokenizer.added_token_id)
         return make_grammar(formats, ToolChoice(), answer=answer, budget=budget, **options), False
 
     return limit
@@ -143,7 +145,7 @@ def thinking_grammar(
     continued: str | None = None,
 ) -> str | None:
     """The grammar of the reasoning, after which the answer may be anything; None if the prompt has ended it."""
-    check_budget(formats)
+    check_budget(formats, token_id)
     begun = _begun(formats, prompt, continued)
     if formats.reasoning is None or begun is Begun.CLOSED:
         return None
@@ -151,15 +153,20 @@ def thinking_grammar(
     return lark.grammar(formats.reasoning.beginning(lark, begun, budget))
 
 
-def check_budget(formats: Formats) -> None:
-    """Raises RequestError if it is not known where the model's reasoning ends."""
-    if formats.reasoning is None:
+def check_budget(formats: Formats, token_id: Callable[[str], int | None]) -> None:
+    """Raises RequestError if it is not known where the model's reasoning ends, or no token tells it."""
+    if formats.limits_thinking(token_id):
+        return
+    if formats.reasoning is not None:
+        marks = " and ".join(repr(mark[0]) for mark in (formats.reasoning.begin, formats.reasoning.end))
+        message = f"thinking_token_budget needs single tokens as the marks of the reasoning; this model has {marks}"
+    else:
         message = (
             "thinking_token_budget is not supported for this model's format of reasoning (openai)"
             if formats.harmony
             else "thinking_token_budget needs to know how the model writes its reasoning: set --reasoning-parser NAME"
         )
-        raise RequestError(message, param="thinking_token_budget")
+    raise RequestError(message, param="thinking_token_budget")
 
 
 def _harmony(lark: Lark, choice: ToolChoice, forced: bool, answer: str | None) -> str:
@@ -180,8 +187,9 @@ def _body(formats: Formats, lark: Lark, choice: ToolChoice, forced: bool, many: 
     tools: Sequence[Tool] = choice.tools if forced else loosened(choice.tools)
     group = formats.tools.call_grammar(lark, tools, many)
     if not forced and answer is None:
-        if begin is None:  # calls are the whole message: a text may not begin as they do
-            return f"{group} | /([^\\s\\[{{](.|\\n)*)?/"
+        if begin is None:
+            assert isinstance(formats.tools, Llama3Json | Pythonic), "the calls of others have a mark"
+            return f"{group} | {formats.tools.text_grammar(lark, tools)}"
         return f"({lark.until(begin)} {group})* TEXT"
     calls = group
     if begin is not None:

@@ -9,7 +9,7 @@ from jaxserve.parsers.grammar import Lark
 from jaxserve.parsers.json_text import whole_characters
 from jaxserve.parsers.message import Message, call_id
 from jaxserve.parsers.reader import Emit, Reader, Steps
-from jaxserve.parsers.tool_formats import repeated
+from jaxserve.parsers.tool_formats import TEXT_FIRST, repeated
 from jaxserve.parsers.tools import Tool
 
 _NAME = re.compile(r"[\w.-]*")
@@ -77,6 +77,10 @@ class Pythonic:
             yield from reader.space()
             if not (yield from reader.skip(",")) and (yield from reader.peek()) != ")":
                 return False
+
+    def text_grammar(self, lark: Lark, tools: Sequence[Tool]) -> str:
+        """A text that does not begin as calls do."""
+        return f"{TEXT_FIRST}?"
 
     def call_grammar(self, lark: Lark, tools: Sequence[Tool], many: bool) -> str:
         calls = [f'{lark.text(tool.name + "(")} {self._arguments(lark, tool)} ")"' for tool in tools]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from jaxserve.errors import RequestError
 from jaxserve.parsers.grammar import Lark
 from jaxserve.parsers.message import SPACE, Message
 from jaxserve.parsers.reader import Reader, Steps
@@ -34,11 +33,13 @@ class Thinking:
     """Reasoning between two marks, before everything else.
 
     always: a model that always reasons, also where the begin mark is missing
+    around: marks that may stand around the answer after it
     """
 
     begin: tuple[str, ...]
     end: tuple[str, ...]
     always: bool = False
+    around: tuple[str, str] | None = None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -69,11 +70,16 @@ class Thinking:
             return
         reader.kept()
         message.begin_reasoning(0)
-        if (yield from reader.until(*self.end, emit=message.reasoning)):
-            message.end_reasoning(reader.position)
+        if not (yield from reader.until(*self.end, emit=message.reasoning)):
+            return
+        message.end_reasoning(reader.position)
+        if self.around:
+            yield from reader.space()
+            if (yield from reader.skip(self.around[0])):
+                message.closing = self.around[1]
 
     def prefix(self, lark: Lark, begun: Begun, budget: ThinkingBudget | None = None) -> str:
-        """The part of a grammar that lets the reasoning pass, `budget` tokens of it at most. Raises RequestError."""
+        """The part of a grammar that lets the reasoning pass, `budget` tokens of it at most."""
         if begun is Begun.CLOSED:
             return ""
         if budget is not None:
@@ -91,7 +97,7 @@ class Thinking:
         return f"(({begins}) ({ends}) GAP)?"
 
     def beginning(self, lark: Lark, begun: Begun, budget: ThinkingBudget) -> str:
-        """The grammar of the reasoning alone, or of a first token that does not begin one. Raises RequestError."""
+        """The grammar of the reasoning alone, or of a first token that does not begin one."""
         begins, thought = self._limited(lark, budget)
         if begun is Begun.OPEN:
             return thought
@@ -102,12 +108,7 @@ class Thinking:
     def _limited(self, lark: Lark, budget: ThinkingBudget) -> tuple[str, str]:
         """Ids of the marks that begin it; the rest of it. Tokens are counted, so it may break off amid a character."""
         begin, end = lark.token_ids(self.begin), lark.token_ids(self.end)
-        if begin is None or end is None:
-            raise RequestError(
-                "thinking_token_budget needs a model with single tokens as the marks of its reasoning; this one has"
-                f" {' and '.join(map(repr, (self.begin[0], self.end[0])))}",
-                param="thinking_token_budget",
-            )
+        assert begin is not None and end is not None, "check_budget() refused it otherwise"
         last = f"<[{_listed(end)}]>"
         thought = f"<[^{_listed([*end, *budget.ends])}]>{{0,{budget.tokens}}} {last}" if budget.tokens else last
         return _listed(begin), thought

@@ -17,6 +17,10 @@ _WORD = re.compile(r"[\w.-]*")
 _KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call that nothing else marks as one
 
 
+# A text that does not begin as calls do that have no mark.
+TEXT_FIRST = r"/[^\s\[{](.|\n)*/"
+
+
 class ToolFormat(Protocol):
     """How a family of models writes calls."""
 
@@ -57,8 +61,13 @@ class Read(Enum):
     WHOLE = "complete"
 
 
-def read_call(reader: Reader, message: Message, *, marked: bool = True) -> Steps[Read]:
-    """Reads {"name": ..., "arguments": {...}}. If it is not `marked` as a call, name and keys must be known ones."""
+def read_call(
+    reader: Reader, message: Message, *, marked: bool = True, before_name: Sequence[str] = _KEYS
+) -> Steps[Read]:
+    """Reads {"name": ..., "arguments": {...}}.
+
+    If it is not `marked` as a call, name and keys must be known ones, and those before the name be in `before_name`.
+    """
     if not (yield from reader.skip("{")):
         return Read.PLAIN
     name: str | None = None
@@ -79,7 +88,8 @@ def read_call(reader: Reader, message: Message, *, marked: bool = True) -> Steps
             break
         key = yield from read_string(reader)
         yield from reader.space()
-        if key is None or not marked and key not in _KEYS or not (yield from reader.skip(":")):
+        known = before_name if name is None else _KEYS
+        if key is None or not marked and key not in known or not (yield from reader.skip(":")):
             return failed()
         yield from reader.space()
         if key == "name" and name is None:
@@ -156,13 +166,16 @@ class MarkedJson:
     """Text, then a marker and one call or a list of calls.
 
     hermes             <tool_call>\\n{"name": "f", "arguments": {}}\\n</tool_call>
-    granite            <|tool_call|>[{"name": "f", "arguments": {}}, ...]
-    phi4_mini_json     functools[{"name": "f", "arguments": {}}, ...]
+    granite            <|tool_call|>[{"name": "f", "arguments": {}}, ...]; of version 4 as hermes
+    phi4_mini_json     functools[{"name": "f", "arguments": {}}, ...]; by some templates
+                       <|tool_call|>{"name": "f", "arguments": {}}<|/tool_call|>
     """
 
     begin: str
     other_begins: tuple[str, ...] = ()
     end: str | None = None  # of a group; None: a list has its own
+    other_ends: tuple[str, ...] = ()  # that may follow a group nevertheless
+    gap: str = "\n"  # between marks and calls, where there is an `end`
     markers: tuple[str, ...] = ()
     make_id: Callable[[], str] = call_id
 
@@ -172,10 +185,16 @@ class MarkedJson:
         while begin:
             reader.keep("" if begin in self.markers else begin)
             yield from reader.space()
+            while (yield from reader.skip_any(begins)):  # models write it twice
+                yield from reader.space()
             result = yield from read_calls(reader, message)
             if result is Read.PLAIN:
                 message.content(reader.kept())
-            elif self.end is not None:
+            elif self.end is None:
+                yield from reader.space()
+                yield from reader.skip_any(self.other_ends)
+            else:
+                yield from self._more_calls(reader, message)
                 rest: list[str] = []
                 found = yield from reader.until(self.end, *begins, emit=rest.append)
                 if found is None:
@@ -186,44 +205,66 @@ class MarkedJson:
                     continue
             begin = yield from reader.until(*begins, emit=message.content)
 
+    def _more_calls(self, reader: Reader, message: Message) -> Steps[None]:
+        """Further calls of a group that should have had one."""
+        yield from reader.space()
+        while (yield from reader.peek()) == "{" and (yield from read_call(reader, message)) is Read.WHOLE:
+            yield from reader.space()
+
     def call_grammar(self, lark: Lark, tools: Sequence[Tool], many: bool) -> str:
         if self.end is None:
             return list_in_json(lark, tools, many)
-        return f'"\\n" {calls_in_json(lark, tools)} "\\n" {lark.marker(self.end)}'
+        gap = lark.text(self.gap)
+        return f"{gap} {calls_in_json(lark, tools)} {gap} {lark.marker(self.end)}"
 
     @property
     def between(self) -> str | None:
-        return None if self.end is None else "\n"
+        return None if self.end is None else self.gap
 
 
 class Llama3Json:
-    """{"name": "f", "parameters": {}}: the whole message, or after <|python_tag|>; several are parted by semicolons."""
+    """{"name": "f", "parameters": {}}: at the beginning, of the message or of a line, or after <|python_tag|>.
+
+    Several are parted by semicolons, or are a list. Amid a text the name comes first.
+    """
 
     TAG = "<|python_tag|>"
+    LINE = "\n{"
     markers = (TAG,)
     begin = None
     between = None
     make_id = staticmethod(call_id)
 
     def read(self, reader: Reader, message: Message) -> Steps[None]:
-        reader.keep()
-        yield from reader.space()
-        marked = yield from self._tag(reader)
-        while True:
-            if (yield from read_call(reader, message, marked=marked)) is Read.WHOLE:
-                reader.keep()
-                yield from reader.space()
-                yield from reader.skip(";")
-                yield from reader.space()
-                marked = yield from self._tag(reader)
-                if marked or (yield from reader.peek()) == "{":
-                    continue
-            message.content(reader.kept())
-            if not (yield from reader.until(self.TAG, emit=message.content)):
-                return
+        found: str | None = ""
+        while found is not None:
             reader.keep()
             yield from reader.space()
-            marked = True
+            if (yield from self._tag(reader)):
+                found = self.TAG
+            yield from self._read_calls(reader, message, found)
+            found = yield from reader.until(self.TAG, self.LINE, emit=message.content, leave=(self.TAG, self.LINE))
+
+    def _read_calls(self, reader: Reader, message: Message, after: str) -> Steps[None]:
+        """Reads calls as far as they go, and writes what comes between them and text."""
+        keys = ("name",) if after == self.LINE else _KEYS
+        marked = after == self.TAG
+        listed = after != self.LINE and (yield from reader.skip("["))
+        while True:
+            yield from reader.space()
+            if (yield from read_call(reader, message, marked=marked, before_name=keys)) is not Read.WHOLE:
+                break
+            reader.keep()
+            yield from reader.space()
+            if listed and (yield from reader.skip("]")):
+                reader.kept()
+                return
+            yield from reader.skip("," if listed else ";")
+            yield from reader.space()
+            marked = yield from self._tag(reader)
+            if not marked and (yield from reader.peek()) != "{":
+                break
+        message.content(reader.kept())
 
     def _tag(self, reader: Reader) -> Steps[bool]:
         """Reads the tag, if it comes next; it is never content."""
@@ -235,6 +276,23 @@ class Llama3Json:
 
     def call_grammar(self, lark: Lark, tools: Sequence[Tool], many: bool) -> str:
         return repeated(calls_in_json(lark, tools, "parameters"), "; ", many)
+
+    def text_grammar(self, lark: Lark, tools: Sequence[Tool]) -> str:
+        """A text in which no line begins as a call does, or with calls on lines of their own."""
+        names = "|".join(tool.name for tool in tools)
+        no_call = f' & ~/(.|\\n)*\\n\\{{[ \\t\\r\\n]*"name"[ \\t\\r\\n]*:[ \\t\\r\\n]*"({names})"(.|\\n)*/'
+        first, later = lark.terminal(TEXT_FIRST + no_call), lark.terminal("/(.|\\n)*/" + no_call)
+
+        def call(before: str) -> str:
+            heads = [(lark.text(f'\n{{"name": "{tool.name}", "parameters": '), tool) for tool in tools]
+            return lark.either(
+                [
+                    f'{lark.rule(f"{before} {head}", options="[lazy]")} {lark.arguments(tool)} "}}"'
+                    for head, tool in heads
+                ]
+            )
+
+        return f"{first}? | {call(first)} {call(later)}* {later}"
 
 
 @dataclass(frozen=True)
@@ -349,6 +407,23 @@ class DeepSeek:
         return f"{calls} {lark.marker(self.end)}"
 
 
-HERMES = MarkedJson(begin="<tool_call>", end="</tool_call>")
-GRANITE = MarkedJson(begin="<|tool_call|>", other_begins=("<tool_call>",), markers=("<|tool_call|>",))
-PHI4_MINI = MarkedJson(begin="functools")
+HERMES = MarkedJson(begin="<tool_call>", end="</tool_call>", markers=("</tool_call>",))
+GRANITE = MarkedJson(
+    begin="<|tool_call|>",
+    other_begins=("<tool_call>",),
+    other_ends=("</tool_call>",),
+    markers=("<|tool_call|>", "<tool_call>"),
+)
+PHI4_MINI_MARKED = MarkedJson(
+    begin="<|tool_call|>",
+    other_begins=("functools",),
+    end="<|/tool_call|>",
+    gap="",
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+)
+PHI4_MINI = MarkedJson(
+    begin="functools",
+    other_begins=("<|tool_call|>",),
+    other_ends=("<|/tool_call|>",),
+    markers=("<|tool_call|>", "<|/tool_call|>"),
+)

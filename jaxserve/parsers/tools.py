@@ -42,8 +42,10 @@ def check_tools(raw: Any, *, ignore_unknown: bool = False) -> list[Tool]:
     """Raises RequestError naming the place, as in `tools.2.function.name`."""
     if not isinstance(raw, Sequence) or isinstance(raw, str):
         raise RequestError(f"tools must be a list, got {short(raw)}", param="tools")
-    if not 0 < len(raw) <= MAX_TOOLS:
-        raise RequestError(f"tools takes 1 to {MAX_TOOLS} tools, got {len(raw)}", param="tools")
+    if not raw:
+        raise RequestError("tools may not be empty: leave it out where there are none", param="tools")
+    if len(raw) > MAX_TOOLS:
+        raise RequestError(f"tools takes at most {MAX_TOOLS} tools, got {len(raw)}", param="tools")
     tools: dict[str, Tool] = {}
     for i, each in enumerate(raw):
         tool = _check_tool(each, f"tools.{i}", ignore_unknown)

@@ -15,6 +15,7 @@ import openapi_spec_validator
 import pytest
 import requests
 import schemathesis
+import tokenizers
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -409,6 +410,51 @@ def test_schema_and_server_agree_on_tools(tools_url, path):
             for each in efforts
         ]
     assert [agree(tools_url, path, validator, body) for body in bodies].count(200) >= len(FUNCTIONS) / 4
+
+
+BUDGETS = [None, 0, 1, 2, 2048, 10**6, 2**64, -1, 1.0, 1.5, True, "5", [], {}]
+BESIDE_A_BUDGET = [
+    {}, {"response_format": {"type": "json_object"}}, {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"tools": [{"type": "function", "function": FUNCTIONS[3]}], "tool_choice": "required"},
+    {"tools": [{"type": "function", "function": FUNCTIONS[3]}]}, {"reasoning_effort": "none"},
+    {"include_reasoning": False}, {"n": 2}, {"chat_template_kwargs": {"enable_thinking": False}},
+    {"messages": [*USER, {"role": "assistant", "content": "<think>a"}], "continue_final_message": True, "add_generation_prompt": False},
+    {"logprobs": True, "top_logprobs": 2}, {"stream": True, "stream_options": {"include_usage": True}},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def thinker_url(in_thread, backend):
+    """A server whose model has marks of reasoning that are tokens: it keeps a thinking_token_budget."""
+    backend = tokenizers.Tokenizer.from_str(backend.to_str())
+    backend.add_tokens(["<think>", "</think>"])
+    using = Tokenizer(backend, bos_token_id=0, eos_token_ids=[1], chat_template=QWEN3)
+    with in_thread(max_model_len=2048, using=using) as url:
+        yield url
+
+
+def test_schema_and_server_agree_on_a_budget_of_reasoning(thinker_url, tools_url):
+    (route,) = (route for route in ROUTES if route.path == CHAT)
+    statuses = []
+    for url in (thinker_url, tools_url):
+        validator = body_validator(requests.get(url + "/openapi.json").json(), route)
+        bodies = [
+            {"messages": USER, "max_tokens": 1, **beside, "thinking_token_budget": budget}
+            for budget in BUDGETS
+            for beside in BESIDE_A_BUDGET
+        ]
+        statuses.append([agree(url, CHAT, validator, body) for body in bodies].count(200))
+    assert statuses == [len(BESIDE_A_BUDGET) * 8, len(BESIDE_A_BUDGET)], "null and whole numbers; null"
+
+    validator = body_validator(requests.get(thinker_url + "/openapi.json").json(), route)
+    names = sorted(set(field_specs(ChatBody)) - {"thinking_token_budget"})
+
+    @given(budget=st.sampled_from(BUDGETS), others=st.dictionaries(st.sampled_from(names), anything, max_size=2))
+    @settings(QUICK, max_examples=80)
+    def agreed(budget: Any, others: dict[str, Any]) -> None:
+        agree(thinker_url, CHAT, validator, {**NEEDED[CHAT], **others, "thinking_token_budget": budget})
+
+    agreed()
 
 
 CALL = {"function": {"name": "f", "arguments": "{}"}}

@@ -4,12 +4,20 @@
                                 test_exactly_what_may_become_a_stop_string_is_held_back; test_answers.py:
                                 test_a_stream_says_what_the_whole_answer_says, test_stop_strings_never_show_...
  3  the cut is at the hit       here; test_detokenize.py: test_the_cut_is_at_the_hit_and_not_at_an_earlier_occurrence
+ 5  stop strings and calls      test_tools.py: test_a_stop_string_in_text_that_is_held_back_loses_nothing
+ 7  stop strings in reasoning   test_tools.py: test_a_stop_string_in_the_reasoning_ends_cleanly
  9  prompts cut in a character  here; test_detokenize.py: test_a_prompt_cut_inside_a_character_is_completed_by_the_output
 11  names of half characters    here; test_answers.py: test_chat_bytes_join_to_the_content, test_legacy_logprobs
 13  echo with logprobs          test_answers.py: test_echo_scores_the_prompt
 15  prompt_logprobs and cache   test_engine.py: test_prompt_logprobs_are_the_same_twice_and_in_chunks
 17  logits that overflow        test_engine.py: test_report_17_...; test_sampling.py: test_rows_with_nan_...;
                                 test_scheduler.py: test_logits_that_are_not_finite_...; what clients see: here
+19  tokens past the stop        here; test_detokenize.py: test_tokens_up_to_the_one_that_completed_the_stop_are_kept
+21  pieces of arguments         parsers/test_message_parser.py: test_every_single_cut, test_random_cuts_of_random_texts;
+                                test_tools.py: test_streams_say_the_same_and_lose_no_token
+23  reasoning in streams        test_tools.py: test_with_thinking_off_everything_is_content, test_streams_say_the_same_...
+25  n > 1 with a grammar        test_structured.py: test_each_of_n_has_its_own_state, test_each_finished_output_matches_...;
+                                test_serve.py: test_a_thousand_mixed_requests
 27  double BOS                  test_answers.py: test_exactly_one_bos; test_frontend.py: test_a_written_bos_is_not_doubled
 29  logprobs, bool or int       here
 31  refusals of streamed calls  here
@@ -17,14 +25,19 @@
 35  larger than the pool        test_scheduler_sharing.py: test_report_35_...
 37  preempted a step ahead      test_scheduler_sharing.py: test_report_37_...; test_engine.py: test_greedy_ids_...
 39  finish and abort at once    test_scheduler_sharing.py: test_report_39_...; test_scheduler_machine.py
+41  caches that must not meet   here; test_prefix_cache.py: test_other_roots_share_nothing, test_reset_forgets_...;
+                                test_sleep.py: test_the_same_text_after_sleep_..., test_pause_forgets_the_prefix_cache_...
 43  memory at start-up          test_engine.py: test_the_share_of_a_gpu_..., test_options_that_cannot_be_honoured_...
 45  defaults from the model     here; test_answers.py: test_default_sampling_comes_from_the_model
 47  top_k=0 draws freely        test_engine.py: test_report_47_...
+49  shapes nobody compiled      test_engine.py: test_no_compile_after_warm_up_whatever_is_asked; test_serve.py:
+                                test_a_thousand_mixed_requests; test_sharding.py: test_what_cannot_be_split_...
 """
 
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
@@ -119,6 +132,32 @@ async def test_report_17_a_request_whose_logits_overflow_fails_and_says_so(api, 
     _, metrics = await api.call("/metrics", method="GET")
     (count,) = re.findall(r'request_success_total\{finished_reason="error",model_name="m"\} (\S+)', metrics)
     assert float(count) > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("per_delta", [1, 4, 100])
+async def test_report_19_tokens_and_logprobs_end_where_the_text_does(api, per_delta, stream):
+    """Also where the engine sends several tokens at once, of which some come after the stop string."""
+    api.engine.tokens_per_delta = per_delta
+    say(api, "one, two, three, four")
+    body = {"prompt": "a", "stop": ["two"], "logprobs": 1, "return_token_ids": True, "max_tokens": 60}
+    if stream:
+        choices = [choice for event in await api.events(TEXT, body) for choice in event["choices"]]
+    else:
+        choices = (await api.ok(TEXT, body))["choices"]
+    decode = api.frontend.tokenizer.decode
+    ids = [token_id for choice in choices for token_id in choice["token_ids"]]
+    assert "".join(choice["text"] for choice in choices) == "one, "
+    assert decode(ids).startswith("one, two") and "two" not in decode(ids[:-1])
+    assert sum(len(choice["logprobs"]["tokens"]) for choice in choices if choice["logprobs"]) == len(ids)
+    if not stream:
+        assert (await api.ok(TEXT, body))["usage"]["completion_tokens"] == len(ids)
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/responses"])
+async def test_report_41_a_cache_that_is_asked_to_be_apart_is_not_shared_in_silence(api, path):
+    error = await api.error(path, NEEDED.get(path, {"input": "a"}) | {"cache_salt": "mine"})
+    assert error["param"] == "cache_salt" and not api.engine.requests
 
 
 @pytest.mark.parametrize(
@@ -228,3 +267,15 @@ async def test_report_45_the_models_defaults_are_logged_and_shown(start, caplog,
 def test_report_45_turned_off_they_are_not_used(make_engine):
     engine = make_engine()
     assert Frontend(engine.tokenizer, engine.info, {}).params().top_k == 0
+
+
+def test_the_list_above_names_tests_that_exist():
+    """Every odd number to 49 (the list has no even ones); `test_x...` is the beginning of a name."""
+    lines = (__doc__ or "").splitlines()[2:]
+    assert [int(line[:2]) for line in lines if line[:2].strip()] == list(range(1, 50, 2))
+    source = "".join(path.read_text() for path in Path(__file__).parent.parent.rglob("test_*.py"))
+    for name, rest in re.findall(r"\b(test_\w+)(\.\.\.|\.py)?", "\n".join(lines)):
+        if rest == ".py":
+            assert list(Path(__file__).parent.parent.rglob(f"{name}.py")), name
+        else:
+            assert re.search(rf"def {name}{r'\w*' if rest else ''}\(", source, re.MULTILINE), name

@@ -1,6 +1,7 @@
 """Tool calls and reasoning over HTTP: answers, streams that say the same, tokens that are never lost, refusals."""
 
 import json
+import logging
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -387,6 +388,24 @@ async def test_the_parsers_can_be_named(serving):
         say(api, "Hm.</think>[get_weather(city='Paris'), now()]")
         choice = said((await api.ok(CHAT, {"messages": USER, "tools": TOOLS}))["choices"][0])
         assert choice["reasoning"] == "Hm." and choice["calls"] == [("get_weather", '{"city": "Paris"}'), ("now", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        (QWEN3, "hermes", "qwen3"),
+        (HERMES, "hermes", "not told from the answer (--reasoning-parser NAME"),
+        (PLAIN, "not in its template", "not told from the answer (--reasoning-parser NAME"),
+        (PLAIN + "{% if tools %}{{ tools | tojson }}{% endif %}", "not read (--tool-call-parser NAME", "not told"),
+    ],
+    ids=["qwen3", "hermes", "plain", "unknown"],
+)
+async def test_the_start_says_what_is_read_or_how_to_make_it_so(serving, caplog, template, tools, reasoning):
+    with caplog.at_level(logging.INFO, "jaxserve"):
+        async with serving(template):
+            pass
+    (line,) = [line for line in map(logging.LogRecord.getMessage, caplog.records) if line.startswith("tool calls: ")]
+    assert line.startswith(f"tool calls: {tools}") and f"; reasoning: {reasoning}" in line
 
 
 BAD_SCHEMA = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "wobble"}}}}}

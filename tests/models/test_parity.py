@@ -17,7 +17,7 @@ from jaxserve import LLM
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig
 from jaxserve.errors import RequestError
-from jaxserve.models.layers import Operations
+from jaxserve.models.layers import Decoder, Operations
 from jaxserve.models.loading import LoadedModel, load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
 from jaxserve.pallas_kernels import reference
@@ -28,9 +28,9 @@ PADDED = 96
 CLEAR = 1e-3  # margins of the best two scores above this must give the same token
 
 
-def attend_to_all(qkv, kv_l, rope, *, num_heads, scale, sliding_window, softcap, **projection):
+def attend_to_all(qkv, kv_l, rope, *, num_heads, scale, sliding_window, softcap, sinks, **projection):
     """Causal attention over one whole sequence, without pages."""
-    assert softcap is None
+    assert softcap is None and sinks is None
     cos, sin = rope
     num_kv_heads = (qkv.shape[1] // (2 * cos.shape[1]) - num_heads) // 2
     q, k, v = reference.rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads, **projection)
@@ -121,3 +121,19 @@ def test_embeddings_are_the_hidden_states_however_the_prompt_is_computed(pooling
         llm.embed([5], pooling="cls")
     with pytest.raises(RequestError, match="dimensions"):
         llm.embed([5], dimensions=2)
+
+
+def test_a_decoder_with_sinks_hands_each_layer_its_own():
+    config, _ = resolve(Checkpoint.open(EngineConfig(model=str(GOLDENS / CASES[0]))).config)
+    decoder, shape = Decoder(config, jnp.float32), (config.num_layers, config.num_heads)
+    decoder.sinks = nnx.Param(jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape))
+    seen = []
+
+    def attend(qkv, kv_l, rope, *, sinks, num_heads, **_):
+        seen.append(np.asarray(sinks))
+        return jnp.zeros((len(qkv), num_heads, config.head_dim)), kv_l
+
+    with jax.disable_jit():
+        ids = jnp.zeros(2, jnp.int32)
+        decoder.forward(ids, ids, [None] * config.num_layers, Operations(Partial(attend), Partial(reference.add_norm)))
+    np.testing.assert_array_equal(seen, decoder.sinks[...])

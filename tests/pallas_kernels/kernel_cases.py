@@ -26,6 +26,7 @@ class Case:
     dtype: str = "float32"
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     extra_width: int = 1  # page-table columns that no row uses
 
     def __str__(self) -> str:
@@ -35,6 +36,7 @@ class Case:
         parts += [f"page{self.page_size}", f"k{self.kv_heads}g{self.group}h{self.head_dim}", self.dtype]
         parts += [f"win{self.sliding_window}"] if self.sliding_window else []
         parts += [f"cap{self.softcap:g}"] if self.softcap else []
+        parts += ["sinks"] if self.sinks else []
         return "_".join(parts)
 
     @property
@@ -43,7 +45,15 @@ class Case:
 
     @property
     def options(self) -> dict:
-        return {"scale": self.scale, "sliding_window": self.sliding_window, "softcap": self.softcap}
+        how = {"scale": self.scale, "sliding_window": self.sliding_window, "softcap": self.softcap}
+        return how | {"sinks": jnp.asarray(self.sink_scores, jnp.float32)} if self.sinks else how
+
+    @property
+    def sink_scores(self) -> np.ndarray:
+        """f32[N]: from far below what keys score to far above it; the first head has none."""
+        scores = np.random.default_rng(1).normal(2, 4, self.kv_heads * self.group).astype(np.float32)
+        scores[0] = -np.inf
+        return scores
 
 
 @dataclass
@@ -77,11 +87,13 @@ class Step:
                 continue
             first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
             for n in range(q.shape[1]):
-                k = self.keys[row][first : position + 1, n // case.group]
+                k, v = (x[row][first : position + 1, n // case.group] for x in (self.keys, self.values))
                 s = k @ q[i, n] * case.scale
                 s = s if case.softcap is None else case.softcap * np.tanh(s / case.softcap)
-                p = np.exp(s - s.max())
-                out[i, n] = (p / p.sum()) @ self.values[row][first : position + 1, n // case.group]
+                sink = float(case.sink_scores[n]) if case.sinks else -np.inf
+                top = max(s.max(), sink)
+                p = np.exp(s - top)
+                out[i, n] = (p / (p.sum() + np.exp(sink - top))) @ v
         return out
 
 
@@ -130,6 +142,16 @@ def make_step(case: Case, *, seed: int = 0) -> Step:
     return Step(case, jnp.asarray(q).astype(dtype), KVPages(k, v), meta, keys, values)
 
 
+def widened(kv: KVPages, width: int) -> KVPages:
+    """Pages as a backend has them whose `stored_head_dim` is that."""
+    return KVPages(*(jnp.pad(pool, ((0, 0), (0, 0), (0, 0), (0, width - pool.shape[3]))) for pool in kv))
+
+
+def narrowed(kv: KVPages, head_dim: int) -> KVPages:
+    """What a model has of them."""
+    return KVPages(*(pool[..., :head_dim] for pool in kv))
+
+
 def error_of(got: jnp.ndarray, step: Step) -> float:
     """Largest difference to the oracle; NaN if anything leaked."""
     return float(np.abs(np.asarray(got.astype(jnp.float32), np.float64) - step.expected()).max())
@@ -149,6 +171,19 @@ GPU_MATRIX = [
     Case(decode=(100, 0), prefill=((5, 5), (333, 700)), prefill_padding=6, page_size=64, dtype="bfloat16"),
     Case(decode=tuple(range(1, 200)), page_size=64, head_dim=128, group=4, dtype="bfloat16"),
     Case(decode=(9000,), page_size=64, head_dim=128, group=16, kv_heads=1, dtype="bfloat16"),
+    Case(decode=(9000, 0, 70), page_size=64, head_dim=64, group=8, kv_heads=1, dtype="bfloat16", sinks=True),
+] + [  # head dims that are stored in wider pages; sinks for each head dim, as in gpt-oss and with all else
+    Case(decode=_LENGTHS[page][:-1] + (100,), prefill=((5, 5), (333, 700)), prefill_padding=6, page_size=page,
+         head_dim=head_dim, group=group, dtype=dtype, **how)
+    for page, head_dim, group, dtype, how in [
+        (16, 80, 6, "bfloat16", {}),
+        (64, 96, 1, "bfloat16", {"sliding_window": 70}),
+        (64, 80, 1, "float16", {"softcap": 20.0, "sinks": True}),
+        (128, 96, 3, "bfloat16", {"sinks": True}),
+        (64, 64, 8, "bfloat16", {"sliding_window": 128, "sinks": True}),
+        (32, 128, 4, "bfloat16", {"softcap": 20.0, "sinks": True}),
+        (64, 256, 3, "float16", {"sliding_window": 70, "softcap": 50.0, "sinks": True}),
+    ]
 ]  # fmt: skip
 
 # A quick selection of decode rows: each group and head dim, split and whole rows mixed, batches that fill the card.
@@ -164,6 +199,8 @@ DECODE_MATRIX = [
         (64, 9, 128, "bfloat16", {}),
         (16, 12, 64, "bfloat16", {"sliding_window": 600, "softcap": 50.0}),
         (64, 16, 256, "bfloat16", {"kv_heads": 1}),
+        (64, 8, 64, "bfloat16", {"sliding_window": 128, "sinks": True}),
+        (16, 11, 128, "float16", {"softcap": 20.0, "sinks": True}),
     ]
 ] + [
     Case(decode=(9000,), page_size=64, group=16, head_dim=128, kv_heads=1, dtype="bfloat16"),
@@ -187,6 +224,9 @@ PREFILL_MATRIX = [
         (6, 32, 4, 128, "float16", {"sliding_window": 70}),
         (6, 128, 4, 128, "bfloat16", {"softcap": 20.0}),
         (6, 256, 2, 64, "float16", {"sliding_window": 128, "softcap": 50.0}),
+        (6, 64, 8, 64, "bfloat16", {"sliding_window": 128, "sinks": True}),
+        (0, 16, 3, 128, "bfloat16", {"softcap": 20.0, "sinks": True}),
+        (3, 64, 2, 256, "float16", {"sinks": True}),
     ]
 ] + [
     Case(prefill=((1000, 1000),), page_size=64, group=4, head_dim=128, dtype="bfloat16"),

@@ -158,4 +158,6 @@ ROPE_MATRIX = [
     _case(1, 16, 256, 2, 3, "float16", "bias"),
     _case(8, 64, 256, 1, 6, "bfloat16"),
     _case(20, 16, 256, 8, 1, "bfloat16", "norm"),
+    _case(3, 64, 96, 2, 5, "float16", "norm"),
+    _case(8, 16, 80, 1, 3, "bfloat16", "bias norm"),
 ]

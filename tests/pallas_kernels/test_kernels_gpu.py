@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from kernel_cases import GPU_MATRIX, TOLERANCE, Case, error_of, make_step
+from kernel_cases import GPU_MATRIX, TOLERANCE, Case, error_of, make_step, narrowed, widened
 from rope_cases import RopeCase, make_rope_step, qkv_error
 
 from jaxserve.pallas_kernels import add_norm_mosaic_gpu, paged_attention_mosaic_gpu, reference
@@ -22,10 +22,18 @@ QKV_MATRIX = [
         (16, 128, 1, 4, "float16", True, True, {"sliding_window": 70}),
         (128, 256, 8, 1, "bfloat16", False, True, {"softcap": 20.0}),
         (64, 128, 10, 2, "bfloat16", False, False, {}),
+        (64, 128, 8, 2, "bfloat16", False, True, {"sliding_window": 128, "sinks": True}),
+        (64, 64, 8, 8, "bfloat16", True, False, {"sliding_window": 128, "sinks": True}),
+        (16, 80, 3, 1, "bfloat16", True, True, {"sinks": True}),
+        (64, 96, 1, 8, "float16", False, False, {"sliding_window": 70}),
     ]
 ] + [
     RopeCase(Case(decode=tuple(range(1, 257)), page_size=64, head_dim=128, group=4, kv_heads=8, dtype="bfloat16")),
     RopeCase(Case(decode=(9000,), page_size=64, head_dim=128, group=6, kv_heads=2, dtype="bfloat16"), bias=True),
+    RopeCase(
+        Case(decode=(9000, 100), page_size=64, head_dim=128, group=3, kv_heads=2, dtype="bfloat16", sinks=True),
+        bias=True,
+    ),
 ]
 
 
@@ -36,22 +44,24 @@ def test_attention_equals_the_oracle(case, name):
     device, shapes = jax.devices()[0], {"dtype": case.dtype, "head_dim": case.head_dim, "group": case.group}
     backend, step = resolve_backend(name, device.platform, device.device_kind, **shapes), make_step(case)
     run = jax.jit(lambda q, kv, meta: backend.halves[1](q, kv, backend.prepare(meta, case.page_size), **case.options))
-    assert error_of(run(step.q, step.kv, step.meta), step) < TOLERANCE[case.dtype]
+    kv = widened(step.kv, backend.stored_head_dim(case.head_dim))
+    assert error_of(run(step.q, kv, step.meta), step) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("rope_case", QKV_MATRIX, ids=str)
 def test_decode_from_the_projection_equals_the_reference(rope_case):
     case, step = rope_case.case, make_rope_step(rope_case)
-    attend = partial(paged_attention_mosaic_gpu.attend, **{"softcap": None, "sliding_window": None} | case.options)
+    attend = partial(paged_attention_mosaic_gpu.attend, **{"sinks": None} | case.options)
 
     @partial(jax.jit, donate_argnums=1)
     def run(qkv, kv, meta, cos, sin, weights):
         meta = paged_attention_mosaic_gpu.prepare(meta, case.page_size)
         return attend(qkv, kv, meta, cos, sin, **weights, **step.options)
 
-    kv = jax.tree.map(lambda x: x.copy(), step.kv)  # it is donated
+    kv = widened(step.kv, paged_attention_mosaic_gpu.stored_head_dim(case.head_dim))
+    kv = jax.tree.map(lambda x: x.copy(), kv)  # it is donated
     out, kv = run(step.qkv, kv, step.meta, *step.arguments[3:])
-    assert qkv_error(out, kv, step, case) < TOLERANCE[case.dtype]
+    assert qkv_error(out, narrowed(kv, case.head_dim), step, case) < TOLERANCE[case.dtype]
 
 
 @pytest.mark.parametrize("parts", [None, 4])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import TOLERANCE, Case, error_of, make_step
+from kernel_cases import TOLERANCE, Case, error_of, make_step, narrowed, widened
 from rope_cases import ROPE_MATRIX, make_rope_step, worst
 
 from jaxserve.pallas_kernels import ragged_paged_attention_mosaic_tpu as kernel
@@ -38,9 +38,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def stored(kv: KVPages) -> KVPages:
     """Pages as wide as the backend has them."""
-    head_dim = kv.k.shape[3]
-    room = (0, kernel.stored_head_dim(head_dim) - head_dim)
-    return KVPages(*(jnp.pad(pool, ((0, 0), (0, 0), (0, 0), room)) for pool in kv))
+    return widened(kv, kernel.stored_head_dim(kv.k.shape[3]))
 
 
 def attend(case: Case, tuning: kernel.Tuning) -> Callable[..., Any]:
@@ -67,6 +65,8 @@ CASES = [
     Case(decode=(3, 0, 40), prefill=CHUNKS, prefill_padding=20, group=5, head_dim=96, sliding_window=33, softcap=9.0),
     Case(decode=(100, 7), prefill=((20, 20), (0, 0)), page_size=64, group=2, dtype="bfloat16", extra_width=0),
     Case(decode=(0,), prefill=((0, 0),), prefill_padding=5),
+    Case(decode=(33, 0, 300), page_size=32, group=8, dtype="bfloat16", sliding_window=128, sinks=True),
+    Case(decode=(3, 40), prefill=CHUNKS, prefill_padding=20, group=5, head_dim=80, softcap=9.0, sinks=True),
 ]  # fmt: skip
 
 
@@ -111,8 +111,7 @@ def test_rope_and_write_equals_the_oracle(case):
         return writer.rope_and_write(qkv, kv, meta, *rope, **step.weights, **step.options)
 
     q, kv = jax.jit(run)(step.qkv, stored(step.kv), step.meta, step.cos, step.sin)
-    kv = KVPages(*(pool[..., : case.case.head_dim] for pool in kv))
-    assert worst((q, kv), step, case.case.dtype) < 1
+    assert worst((q, narrowed(kv, case.case.head_dim)), step, case.case.dtype) < 1
 
 
 @pytest.mark.parametrize("depth", [2, 4])
@@ -216,14 +215,18 @@ SHAPES = {
     "phi-3-mini": (32, 1, 96, 64, "bfloat16", 64, {"sliding_window": 2047}),
     "one-kv-head": (1, 8, 128, 256, "bfloat16", 16, {}),
     "llama-405b-part": (1, 16, 128, 32, "float32", 4096, {}),
+    "gpt-oss": (8, 8, 64, 64, "bfloat16", 512, {"sliding_window": 128}),
+    "head-dim-80": (2, 6, 80, 16, "bfloat16", 512, {}),
 }
+WITH_SINKS = ("gemma", "gpt-oss")  # gemma: to compile all that the kernel can do on every kind of chip
 
 
 def layer(backend: Any, how: dict[str, Any], num_heads: int) -> Callable[..., Any]:
-    def run(qkv: Any, kv: KVPages, meta: AttentionInput, cos: Any, sin: Any) -> Any:
+    how = {"sliding_window": None, "softcap": None} | how
+
+    def run(qkv: Any, kv: KVPages, meta: AttentionInput, cos: Any, sin: Any, sinks: Any) -> Any:
         meta = backend.prepare(meta, kv.k.shape[2])
-        q, kv = backend.rope_and_write(qkv, kv, meta, cos, sin, num_heads=num_heads)
-        return backend.attention(q, kv, meta, scale=0.1, **how), kv
+        return backend.attend(qkv, kv, meta, cos, sin, num_heads=num_heads, scale=0.1, sinks=sinks, **how)
 
     return run
 
@@ -249,8 +252,9 @@ def test_a_layer_compiles_and_copies_no_pool(name, generation, compile_for_tpu):
     )
     rope = array(tokens, H // 2, dtype=jnp.float32)
     qkv = array(tokens, (N + 2 * K) * H, dtype=jnp.dtype(dtype))
+    sinks = array(N, dtype=jnp.dtype(dtype)) if name in WITH_SINKS else None
     compiled = compile_for_tpu(
-        generation, layer(backend, how, N), qkv, KVPages(pool, pool), meta, rope, rope, donated=(1,)
+        generation, layer(backend, how, N), qkv, KVPages(pool, pool), meta, rope, rope, sinks, donated=(1,)
     )
     kernels = re.findall(r"%(\w+?)(?:\.\d+)? = .*tpu_custom_call", compiled.as_text())
     sizes = {"ragged_paged_attention_1", f"ragged_paged_attention_{kernel.TUNING[generation].block_tokens}"}

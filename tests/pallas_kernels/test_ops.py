@@ -20,7 +20,9 @@ from jaxserve.pallas_kernels.ops import resolve_backend
         ("cuda", "NVIDIA H100 80GB HBM3", {"dtype": "bfloat16", "head_dim": 128, "group": 4}, "mosaic_gpu"),
         ("gpu", "NVIDIA GH200 480GB", {"dtype": "float16"}, "mosaic_gpu"),
         ("gpu", "NVIDIA H200", {"dtype": "float32"}, "reference"),
-        ("gpu", "NVIDIA H200", {"head_dim": 80}, "triton"),
+        ("gpu", "NVIDIA H200", {"head_dim": 80}, "mosaic_gpu"),
+        ("gpu", "NVIDIA H200", {"head_dim": 96, "dtype": "float16"}, "mosaic_gpu"),
+        ("gpu", "NVIDIA H200", {"head_dim": 72}, "triton"),
         ("gpu", "NVIDIA H200", {"group": 32}, "triton"),
         ("gpu", "NVIDIA A100-SXM4-80GB", {}, "triton"),
         ("cuda", "NVIDIA A100 80GB PCIe", {"dtype": "float16", "head_dim": 96, "group": 71}, "triton"),
@@ -71,7 +73,8 @@ def test_auto_takes_the_best_that_runs_and_says_so(platform, kind, shapes, expec
         ("mosaic_gpu", "cpu", "cpu", {}, "needs an NVIDIA Hopper GPU"),
         ("mosaic_gpu", "gpu", "NVIDIA B200", {}, "NVIDIA B200"),
         ("mosaic_gpu", "gpu", "NVIDIA H200", {"dtype": "float32"}, "the dtype is float32"),
-        ("mosaic_gpu", "gpu", "NVIDIA H200", {"head_dim": 96}, "the model's is 96"),
+        ("mosaic_gpu", "gpu", "NVIDIA H200", {"head_dim": 72}, "multiples of 16 up to 256, and the model's is 72"),
+        ("mosaic_gpu", "gpu", "NVIDIA H200", {"head_dim": 320}, "the model's is 320"),
         ("mosaic_gpu", "gpu", "NVIDIA H200", {"group": 17}, "the model has 17"),
         ("mosaic_gpu", "tpu", "TPU v5e", {}, "needs an NVIDIA Hopper GPU"),
         ("triton", "cpu", "cpu", {}, "needs an NVIDIA Ampere, Ada or Hopper GPU"),
@@ -100,14 +103,28 @@ def test_an_unknown_name_lists_the_known_ones():
         resolve_backend("flash", "cpu", "cpu")
 
 
-def test_the_reference_backend_serves_a_step():
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_reference_backend_serves_a_step(sinks):
     backend = resolve_backend("reference", "cpu", "cpu")
-    case = Case(decode=(20, 0, 65), page_size=16)
+    case = Case(decode=(20, 0, 65), page_size=16, sinks=sinks)
     step = make_rope_step(RopeCase(case, bias=True))
 
     @jax.jit
     def run(qkv, kv, meta, cos, sin, weights):
-        how = {"sliding_window": None, "softcap": None} | case.options
+        how = {"sinks": None} | case.options
         return backend.attend(qkv, kv, backend.prepare(meta, 16), cos, sin, **weights, **step.options, **how)
 
     assert qkv_error(*run(*step.arguments), step, case) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "widths"),
+    [
+        ("cpu", "cpu", {64: 64, 80: 80}),
+        ("gpu", "NVIDIA H200", {16: 64, 64: 64, 80: 128, 96: 128, 128: 128, 160: 256, 256: 256}),
+        ("tpu", "TPU v5e", {64: 128, 80: 128, 96: 128, 128: 128, 256: 256}),
+    ],
+)
+def test_how_wide_pages_are(platform, kind, widths):
+    backend = resolve_backend("auto", platform, kind)
+    assert {head_dim: backend.stored_head_dim(head_dim) for head_dim in widths} == widths

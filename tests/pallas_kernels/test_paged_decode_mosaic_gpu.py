@@ -26,7 +26,9 @@ CASES = [
     Case(decode=(0, 700, 64), page_size=64, head_dim=64, group=16, kv_heads=1, dtype="bfloat16"),
     Case(decode=(300, 20), page_size=64, head_dim=64, group=8, kv_heads=1, dtype="float16"),
     Case(decode=(130, 0), page_size=64, head_dim=64, group=7, kv_heads=1, dtype="bfloat16", sliding_window=128),
-    Case(decode=(150,), page_size=64, head_dim=64, group=11, kv_heads=1, dtype="bfloat16"),
+    Case(decode=(150, 0), page_size=64, head_dim=64, group=11, kv_heads=1, dtype="bfloat16", sinks=True),
+    Case(decode=(300, 63, 1), page_size=64, head_dim=64, group=3, kv_heads=2, dtype="bfloat16", sliding_window=128,
+         sinks=True),
 ]  # fmt: skip
 
 
@@ -91,7 +93,7 @@ def export_for_cuda(fn, *args, donate=()) -> str:
 )
 def test_kernels_lower_for_cuda_from_a_cpu_host(page_size, head_dim, group):
     step = make_step(Case(decode=(700, 3), page_size=page_size, head_dim=head_dim, group=group, dtype="bfloat16",
-                          sliding_window=640, softcap=30.0))  # fmt: skip
+                          sliding_window=640, softcap=30.0, sinks=group % 2 == 0))  # fmt: skip
     module = export_for_cuda(decode(step, kernel.DecodeTuning()), *arguments(step))
     assert module.count("@mosaic_gpu_v2") == 2
 
@@ -201,7 +203,7 @@ QKV_CASES = [
     RopeCase(Case(decode=(63, 0, 65, 320, 1, 64), page_size=64, head_dim=128, group=4, kv_heads=2, dtype="bfloat16"),
              bias=True),
     RopeCase(Case(decode=(130, 17), page_size=16, head_dim=128, group=6, kv_heads=2, dtype="float16",
-                  sliding_window=70, softcap=20.0), norm=True),
+                  sliding_window=70, softcap=20.0, sinks=True), norm=True),
     RopeCase(Case(decode=(129, 1), page_size=64, head_dim=256, group=10, kv_heads=1, dtype="bfloat16"), bias=True,
              norm=True),
 ]  # fmt: skip

@@ -25,6 +25,8 @@ CASES = [
     Case(decode=(3,) * 8, prefill=((77, 300), (5, 100)), page_size=64, head_dim=256, group=1, kv_heads=1,
          dtype="float16", sliding_window=100),
     Case(prefill=((9, 9),), prefill_padding=130, page_size=32, head_dim=64, group=1, kv_heads=2, dtype="float16"),
+    Case(prefill=((77, 200), (0, 0), (3, 3)), prefill_padding=3, page_size=64, head_dim=64, group=2, kv_heads=1,
+         dtype="bfloat16", sliding_window=100, sinks=True),
 ]  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def export_for_cuda(fn, *args) -> str:
 )
 def test_kernel_lowers_for_cuda_from_a_cpu_host(page_size, head_dim):
     group = {64: 3, 128: 6, 256: 8}[head_dim]
-    how = {"sliding_window": 64, "softcap": 30.0} if page_size > 32 else {}
+    how = {"sliding_window": 64, "softcap": 30.0} if page_size > 32 else {"sinks": True}
     step = make_step(
         Case(prefill=((70, 100), (9, 9)), page_size=page_size, head_dim=head_dim, group=group, dtype="bfloat16", **how)
     )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_cases import Case
+from kernel_cases import Case, narrowed, widened
 from rope_cases import ROPE_MATRIX, RopeCase, make_rope_step, worst
 
 from jaxserve.pallas_kernels import kernel_hash, reference
@@ -48,6 +48,15 @@ def test_how_pieces_are_spread_does_not_change_a_bit(tuning):
         np.testing.assert_array_equal(np.asarray(x.astype(jnp.float32)), np.asarray(y.astype(jnp.float32)))
 
 
+def test_nothing_is_written_beyond_a_head_in_wider_pages():
+    step = make_rope_step(ROPE_MATRIX[-1])
+    wide = widened(step.kv, 128)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        q, kv = jax.jit(call(kernel.rope_and_write, step))(step.qkv, wide, *step.arguments[2:])
+    assert not any(np.asarray(pool[..., 80:].astype(jnp.float32)).any() for pool in kv)
+    assert worst((q, narrowed(kv, 80)), step, "bfloat16") < 1
+
+
 def test_prepared_slots_are_used():
     step = make_rope_step(ROPE_MATRIX[1])
     meta = reference.prepare(step.meta, 64)
@@ -57,7 +66,7 @@ def test_prepared_slots_are_used():
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("head_dim", kernel.HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", range(16, 257, 16))
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (12, 2), (32, 8), (28, 4), (9, 3), (71, 5)])
 def test_pieces_cover_each_head_once(heads, kv_heads, head_dim, itemsize):
     pieces = kernel.make_pieces(heads, kv_heads, head_dim, itemsize)
@@ -122,7 +131,7 @@ def test_the_kernel_hash_does_not_depend_on_what_was_traced_before():
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"dtype": "float64"}, "dtype is float64"), ({"head_dim": 80}, "model's is 80")],
+    [({"dtype": "float64"}, "dtype is float64"), ({"head_dim": 72}, "model's is 72"), ({"head_dim": 272}, "is 272")],
 )
 def test_models_that_the_kernel_does_not_take(change, message):
     assert message in (kernel.unsupported(**{"dtype": "bfloat16", "head_dim": 64, **change}) or "")
@@ -130,9 +139,12 @@ def test_models_that_the_kernel_does_not_take(change, message):
 
 
 def test_shapes_that_do_not_fit_raise():
-    step = make_rope_step(RopeCase(Case(decode=(5,), head_dim=80, dtype="bfloat16")))
-    with pytest.raises(ValueError, match="model's is 80"):
+    step = make_rope_step(RopeCase(Case(decode=(5,), head_dim=72, dtype="bfloat16")))
+    with pytest.raises(ValueError, match="model's is 72"):
         call(kernel.rope_and_write, step)(*step.arguments)
+    step = make_rope_step(RopeCase(Case(decode=(5,), head_dim=80, dtype="bfloat16")))
+    with pytest.raises(ValueError, match="pages of head dim 80 must be at least as wide, got 64"):
+        call(kernel.rope_and_write, step)(step.qkv, narrowed(step.kv, 64), *step.arguments[2:])
     step = make_rope_step(ROPE_MATRIX[0])
     with pytest.raises(ValueError, match=r"qkv must be \[T, 192\]"):
         call(kernel.rope_and_write, step)(step.qkv[:, 1:], *step.arguments[1:])

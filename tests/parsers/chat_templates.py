@@ -121,7 +121,25 @@ SHOWN = {
         "hermes",
         "none",
     ),
+    "granite 3.3": (
+        GRANITE.replace(
+            "'Here is my thought process:' and 'Here is my response:'",
+            "between <think></think> and between <response></response>",
+        ),
+        "granite",
+        "granite",
+    ),
+    "granite 4": (
+        HERMES.replace("<|im_start|>", "<|start_of_role|>").replace("<|im_end|>", "<|end_of_text|>"),
+        "hermes",
+        "none",
+    ),
     "phi4": (PHI4, "phi4_mini_json", "none"),
+    "phi4 by its tokens": (
+        PHI4.replace("functools[", "<|tool_call|>[").replace("]. {{", "]<|/tool_call|>. {{"),
+        "phi4_mini_json",
+        "none",
+    ),
     "harmony": (HARMONY, "openai", "openai"),
     "plain": (PLAIN, "none", "none"),
     "two at once": (HERMES + MISTRAL, "none", "none"),

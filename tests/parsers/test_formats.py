@@ -24,6 +24,7 @@ def test_a_name_wins_over_the_template():
     formats = find_formats("pythonic", "none", HERMES)
     assert formats.tools is TOOL_FORMATS["pythonic"] and not formats.reasons
     assert find_formats("none", "auto", HERMES).tools is None
+    assert find_formats("auto", "openai_gptoss", HERMES) == find_formats("openai", "none", None)
     assert find_formats("auto", "auto", None).tools is None
 
 

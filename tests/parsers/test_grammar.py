@@ -162,6 +162,41 @@ def test_auto_with_a_strict_tool(name: str, tokenizer: Tokenizer):
         assert not held.takes(text + call.replace("days", "x"))
 
 
+def test_phi4s_marked_form(tokenizer: Tokenizer):
+    formats = find_formats("phi4_mini_json", "none", "{{ '<|tool_call|>' }}{{ '<|/tool_call|>' }}")
+    held = Held(tokenizer, formats, ToolChoice("required", tuple(TOOLS)))
+    call, now = (
+        f'<|tool_call|>{{"name": "{name}", "arguments": {arguments}}}<|/tool_call|>'
+        for name, arguments in ((ONE, PARIS), ("now", "{}"))
+    )
+    assert held.calls(call + now) == [(ONE, PARIS), ("now", "{}")] and held.calls(now) == [("now", "{}")]
+    assert not held.takes(call.replace("days", "x")) and not held.takes("functools[]")
+    parser = make_parser(formats, held.choice, prompt="")
+    text = f"So {call}{now} and functools[{call[13:-14]}] ok"
+    content, _, calls = message_of([parser.push(text, finished=True)])
+    assert (content, calls) == ("So and ok", [(ONE, PARIS), ("now", "{}"), (ONE, PARIS)])
+
+
+def test_strict_calls_amid_a_text_that_have_no_mark(tokenizer: Tokenizer):
+    strict = Tool(ONE, WEATHER.parameters, strict=True)
+    held = Held(tokenizer, find_formats("llama3_json", "none", None), ToolChoice("auto", (strict, NOW)))
+    call, now = f'{{"name": "get_weather", "parameters": {PARIS}}}', '{"name": "now", "parameters": {}}'
+    for text in ("So:\n\n{}", "So {{\n{}\n{}\nMore?", "a\n{}", "So:\n```json\n{}\n```\n"):
+        assert held.takes(text.format(call, now)), text
+        assert not held.takes(text.format(call.replace("days", "x"), now)), text
+        assert not held.takes(text.format(call.replace(": ", " :\n ", 1), now)), "in no other spacing"
+    parser = make_parser(held.formats, held.choice, prompt="")
+    content, _, calls = message_of([parser.push(f"So:\n{call}\nAnd\n{now}", finished=True)])
+    assert (content, calls) == ("So:\nAnd", [(ONE, PARIS), ("now", "{}")])
+    for text in (
+        'x {"name": "get_weather"}',
+        'x\n{"name": "Bob"}',
+        'x\n{\n  "parameters": {}}',
+        'x\n{"name": "nowhere"}',
+    ):
+        assert held.takes(text), text
+
+
 def test_mistrals_newer_form(tokenizer: Tokenizer):
     formats = find_formats("mistral", "none", "[ARGS]")
     held = Held(tokenizer, formats, ToolChoice("required", tuple(TOOLS)))

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parser_cases import CASES, ODD_TYPES, PARIS, TOOLS, Case, hermes, message_of
 
+from jaxserve.detokenize import SequenceText
 from jaxserve.parsers import (
     REASONING_FORMATS,
     TOOL_FORMATS,
@@ -17,7 +19,10 @@ from jaxserve.parsers import (
     find_formats,
     make_parser,
 )
+from jaxserve.request import SamplingParams, SequenceDelta
+from jaxserve.tokenizer import Tokenizer
 
+BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 AUTO = ToolChoice("auto", tuple(TOOLS))
 
 
@@ -53,6 +58,31 @@ def test_every_single_cut(case: Case):
         assert got == (case.content, case.reasoning, case.calls), f"cut at {at}"
     letters = message_of(read(parser_of(case), [*case.text, ""]))
     assert letters == (case.content, case.reasoning, case.calls)
+
+
+@pytest.mark.parametrize("per_delta", [1, 3])
+@pytest.mark.parametrize("case", CASES, ids=names)
+def test_marks_that_are_special_tokens(case: Case, per_delta: int):
+    """Through the detokenizer, a byte or a mark at a time: ends of calls are special tokens that it does not show."""
+    formats = find_formats(case.name, case.thinks, None)
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({char: i for i, char in enumerate(BYTES)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    marks = [mark for mark in formats.markers(with_tools=True) if " " not in mark]  # those of Granite 3.2 are text
+    backend.add_special_tokens(sorted({*marks, "</tool_call>", "<|/tool_call|>"} - {"functools"}))
+    tokenizer = Tokenizer(backend, bos_token_id=None, eos_token_ids=[])
+    shown = frozenset(i for mark in marks if (i := tokenizer.added_token_id(mark)) is not None)
+    text, parser = SequenceText(0, tokenizer, SamplingParams(), shown_ids=shown), parser_of(case)
+    ids, deltas = backend.encode(case.text).ids, []
+    for at in range(0, len(ids), per_delta):
+        piece = text.push(SequenceDelta("r", 0, ids[at : at + per_delta])).text
+        deltas.append(parser.push(piece, finished=False))
+    deltas.append(parser.push(text.push(SequenceDelta("r", 0, [], finish_reason="stop")).text, finished=True))
+    content, reasoning, calls = message_of(deltas)
+    expected = case.content
+    for end in {"</tool_call>", "<|/tool_call|>"} - set(marks):  # where it is content, it is not shown
+        expected = expected.replace(end, "")
+    assert (content, reasoning, calls) == (expected, case.reasoning, case.calls)
 
 
 @settings(max_examples=400, deadline=None)

@@ -1,0 +1,57 @@
+"""Both kernels of Hopper GPUs behind `Backend.attend`: head dims that are stored in wider pages, and attention sinks."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from kernel_cases import TOLERANCE, Case, narrowed, widened
+from rope_cases import RopeCase, make_rope_step, qkv_error
+
+from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
+
+DECODE = [
+    RopeCase(Case(decode=(65, 0, 17), head_dim=80, group=3, kv_heads=1, dtype="bfloat16", sinks=True), bias=True),
+    RopeCase(Case(decode=(130, 64), page_size=64, head_dim=96, group=2, kv_heads=1, dtype="float16",
+                  sliding_window=70), norm=True),
+]  # fmt: skip
+
+
+def attend(step, case):
+    def run(qkv, kv, meta, cos, sin, weights):
+        how = {"sinks": None} | case.options
+        return kernel.attend(qkv, kv, kernel.prepare(meta, case.page_size), cos, sin, **weights, **step.options, **how)
+
+    return run
+
+
+@pytest.mark.parametrize("rope_case", DECODE, ids=str)
+def test_heads_that_are_narrower_than_pages(rope_case):
+    case, step = rope_case.case, make_rope_step(rope_case)
+    kv = widened(step.kv, kernel.stored_head_dim(case.head_dim))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        out, kv = jax.jit(attend(step, case))(step.qkv, kv, *step.arguments[2:])
+    assert qkv_error(out, narrowed(kv, case.head_dim), step, case) < TOLERANCE[case.dtype]
+    assert not any(np.asarray(pool[..., case.head_dim :].astype(jnp.float32)).any() for pool in kv)
+
+
+ALL = {"sinks": True, "sliding_window": 128, "softcap": 20.0}
+CHUNKS = ((5, 5), (70, 100))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "prefill", "how"),
+    [(head_dim, CHUNKS, ALL) for head_dim in (64, 80, 96, 128, 256)] + [(80, (), {}), (96, (), ALL), (128, (), ALL)],
+)
+def test_every_head_dim_lowers_for_cuda_and_writes_in_place(head_dim, prefill, how):
+    case = Case(decode=(7,) * 8, prefill=prefill, page_size=64, head_dim=head_dim, dtype="bfloat16", **how)
+    step = make_rope_step(RopeCase(case, norm=True))
+    kv = jax.eval_shape(lambda: widened(step.kv, kernel.stored_head_dim(head_dim)))
+    checks = [jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+    lower = jax.export.export(jax.jit(attend(step, case), donate_argnums=1), platforms=["cuda"], disabled_checks=checks)
+    module = lower(step.qkv, kv, *step.arguments[2:]).mlir_module()
+    fused = not prefill and head_dim in (128, 256)
+    assert module.count("@mosaic_gpu_v2") == (1 if fused else 3 if prefill else 2)
+    assert re.findall(r"tf.aliasing_output = (\d)", module) == ["1", "2"]
