@@ -17,6 +17,12 @@ Why this shape:
     are masked, so nothing more is read. The pool stays as it is.
   - Page ids are loaded with the tile: one where a page holds a whole tile, else one per key (all of one page hit the
     same cache line). No scalar prefetch exists here, nor does a kernel of more than three grid axes.
+
+Diary (no card of 8.x was at hand; what Triton 3.9's own compiler makes of the kernels for sm_80 and sm_89):
+    v1  registers of a thread, KiB of shared memory, bytes spilled, by head dim 64, 128, 256:
+        decode   72, 96 to 128, 96;  20, 38, 41;  none. So two programs or more share a multiprocessor of any of them
+        prefill  196, 255, 245;  32, 64, 68;  0, 40, 0. With 4 warps: 172 spilled at 64, 296 at 256 (and kv_tile 64)
+        Copies are asynchronous and of 16 bytes, also where a head of 80 is masked in a block of 128.
 """
 
 import math

@@ -51,6 +51,23 @@ def test_facts(checkpoint, tokenizer):
 def test_greedy_tokens_and_logprobs_equal_transformers():
     """All at once, in chunks beside rows that decode; up to where the best two tokens are a tie."""
     llm = LLM(dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=80)
+    assert agreement(llm, tie=1e-3, tolerance=1e-3) >= 0.9
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
+def test_greedy_tokens_on_a_gpu_equal_transformers_but_for_rounding(backend: str):
+    """In bfloat16. On a CPU its logprobs are off by up to 0.11, and tokens differ where the best two are 0.08 apart."""
+    llm = LLM(
+        dtype="bfloat16", attention_backend=backend, enforce_eager=True, max_model_len=512, max_num_seqs=16,
+        max_num_batched_tokens=80, gpu_memory_utilization=0.3,
+    )  # fmt: skip
+    assert agreement(llm, tie=0.15, tolerance=0.2) >= 0.5
+
+
+def agreement(llm: LLM, *, tie: float, tolerance: float) -> float:
+    """Share of the goldens' tokens that were said, up to where the best two are no further apart than `tie`."""
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=0)
     prompts = [{"prompt_token_ids": entry["prompt_ids"]} for entry in DEMO]
     compared = 0
@@ -60,8 +77,8 @@ def test_greedy_tokens_and_logprobs_equal_transformers():
             said.token_ids, entry["ids"], entry["margins"], said.logprobs, entry["logprobs"], strict=True
         ):
             if got != want:
-                assert margin <= 1e-3
+                assert margin <= tie
                 break
-            assert abs(chosen[got].logprob - logprob) <= 1e-3
+            assert abs(chosen[got].logprob - logprob) <= tolerance
             compared += 1
-    assert compared >= 0.9 * 48 * len(DEMO)
+    return compared / (48 * len(DEMO))
