@@ -40,7 +40,7 @@ HEADROOM_BYTES = GiB // 2  # for the runtime: autotuning, graphs, fragments
 GRAPH_PARTS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 # From so many tokens on products are left to cuBLAS. It won all of them at 256 rows; XLA compiles and times dozens of
 # kernels of its own for each before it agrees.
-CUBLAS_TOKENS = 256
+CUBLAS_TOKENS = 512
 COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
 
 

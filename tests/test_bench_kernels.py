@@ -24,7 +24,7 @@ def test_the_table_and_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert cli.main(["bench", "kernels", str(TINY), "--dtype", "float32", *SMALL, "--output-json", str(file)]) == 0
     table = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     data = json.loads(file.read_text())
-    assert data["backend"] == "reference" and data["dtype"] == "float32" and data["copy_tb_per_s"] > 0
+    assert data["backend"] == "reference" and data["dtype"] == "float32" and data["memory_tb_per_s"] > 0
     shown = [(row["kernel"], row["shape"], f"{row['us']:.1f}", row["unit"]) for row in data["kernels"]]
     assert shown == [(kernel, shape, us, unit) for kernel, shape, us, _, unit, _ in table[1:]]
     assert [(kernel, shape) for kernel, shape, *_ in shown] == [

@@ -69,12 +69,12 @@ def run_kernels(args: argparse.Namespace) -> int:
         "heads": [model.num_heads, model.num_kv_heads, model.head_dim],
         "dtype": deployment.dtype,
         "page_size": deployment.page_size,
-        "copy_tb_per_s": ceilings.tb_per_s,
+        "memory_tb_per_s": ceilings.tb_per_s,
         "product_tflop_per_s": ceilings.tflop_per_s,
     }
     print(
         f"Kernels of {facts['backend']} on {facts['device']}, jax {facts['jax']}: {config.model} (N, K, H "
-        f"{facts['heads']}), {deployment.dtype}, page {deployment.page_size}. Best: a copy "
+        f"{facts['heads']}), {deployment.dtype}, page {deployment.page_size}. Best: memory "
         f"{ceilings.tb_per_s:.3g} TB/s, a product {ceilings.tflop_per_s:.4g} TFLOP/s.\n"
     )
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", flush=True)
