@@ -118,7 +118,7 @@ def tpus(root: Path = Path("/")) -> list[str]:
     name = reported_environment().get("TPU_ACCELERATOR_TYPE")
     found.append(f"slice: {_slice(name)}" if name else "slice: TPU_ACCELERATOR_TYPE is not set")
     if not _version("libtpu"):
-        found.append("libtpu is not installed: pip install 'jaxserve[tpu]'")
+        found.append("libtpu is not installed: pip install 'jax[tpu]'")
     huge_pages = root / "sys/kernel/mm/transparent_hugepage/enabled"
     if huge_pages.exists() and "[always]" not in (text := huge_pages.read_text().strip()):
         found.append(f"transparent huge pages: {text}: starts are slower than with 'always'")

@@ -57,7 +57,7 @@ def test_what_is_missing_or_slow_is_told(host: Path, monkeypatch: pytest.MonkeyP
     assert files.endswith(f": {host}/dev/vfio/2 cannot be opened by this user")
     assert rest == [
         "slice: TPU_ACCELERATOR_TYPE is not set",
-        "libtpu is not installed: pip install 'jaxserve[tpu]'",
+        "libtpu is not installed: pip install 'jax[tpu]'",
         "transparent huge pages: always [madvise] never: starts are slower than with 'always'",
     ]
 
