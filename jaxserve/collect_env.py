@@ -6,12 +6,15 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
 from jaxserve import __version__
 from jaxserve.config import cache_dir, reported_environment
+from jaxserve.errors import ConfigError
+from jaxserve.tpu_topology import CHIPS, GiB, chips_of_host, device_files, parse_topology
 
 PACKAGES = (
     "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin libtpu flax numpy ml_dtypes jaxtyping safetensors gguf "
@@ -42,6 +45,7 @@ def lines(*, with_devices: bool) -> Iterator[str]:
         if version := _version(name):
             yield f"{name}: {version}"
     yield from _section("gpus", _gpus)
+    yield from _section("tpus", tpus)
     if with_devices:
         yield from _section("jax devices", _devices)
     yield from _section("environment", lambda: [f"{k}={v}" for k, v in reported_environment().items()])
@@ -100,6 +104,44 @@ def _gpus() -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else [f"nvidia-smi failed: {done.stderr.strip()}"]
 
 
+def tpus(root: Path = Path("/")) -> list[str]:
+    """What this host has of TPUs, without starting JAX, which one process at a time can do: the chips, whether they can
+    be opened, the slice that the environment names, and what makes starts slow.
+    """
+    chips, files = Counter(chips_of_host(root)), device_files(root)
+    found = [f"{count} x {kind}{_chip_figures(kind)}" for kind, count in chips.items()]
+    if not found:
+        return []
+    closed = [path for path in files if not os.access(path, os.R_OK | os.W_OK)]
+    state = f"{_listed(closed)} cannot be opened by this user" if closed else "can be opened"
+    found.append(f"device files: {_listed(files)}: {state}" if files else "device files: none, as in some containers")
+    name = reported_environment().get("TPU_ACCELERATOR_TYPE")
+    found.append(f"slice: {_slice(name)}" if name else "slice: TPU_ACCELERATOR_TYPE is not set")
+    if not _version("libtpu"):
+        found.append("libtpu is not installed: pip install 'jax[tpu]'")
+    huge_pages = root / "sys/kernel/mm/transparent_hugepage/enabled"
+    if huge_pages.exists() and "[always]" not in (text := huge_pages.read_text().strip()):
+        found.append(f"transparent huge pages: {text}: starts are slower than with 'always'")
+    return found
+
+
+def _listed(paths: list[Path]) -> str:
+    return ", ".join(map(str, paths))
+
+
+def _chip_figures(kind: str) -> str:
+    chip = CHIPS.get(kind)
+    return f" ({chip.hbm_bytes / GiB:g} GiB for programs each)" if chip else ""
+
+
+def _slice(name: str) -> str:
+    """The slice of that name."""
+    try:
+        return str(parse_topology(name))
+    except ConfigError:
+        return f"{name}, which jaxserve does not know"
+
+
 def _devices() -> list[str]:
     """One line for each device that JAX can use, with its memory where it tells."""
     try:
@@ -113,4 +155,6 @@ def _devices() -> list[str]:
 def _device_line(device) -> str:
     stats = device.memory_stats() or {}
     memory = f", {stats['bytes_limit'] / 2**30:.1f} GiB" if "bytes_limit" in stats else ""
-    return f"{device.id}: {device.platform} {device.device_kind}{memory}"
+    coords = getattr(device, "coords", None)
+    place = f" at {tuple(coords)} of host {device.process_index}" if coords is not None else ""
+    return f"{device.id}: {device.platform} {device.device_kind}{place}{memory}"

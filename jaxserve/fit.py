@@ -116,7 +116,8 @@ class Fit:
 
         def compile(key: Key, lowered: Any) -> Compiled:
             begin = time.monotonic()
-            compiled = lowered.compile(self.programs.options(key))
+            known = self.programs.measured(key, pool.num_pages, pool.max_model_len)
+            compiled = known or lowered.compile(self.programs.options(key))
             seconds, memory, cost = time.monotonic() - begin, compiled.memory_analysis(), compiled.cost_analysis()
             own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
             return Compiled(

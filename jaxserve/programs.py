@@ -95,6 +95,7 @@ class Programs:
             self._traced_for = replace(self._traced_for, device_kind=deployment.backend.lowered_for)
         self._traced_mesh = mesh if target is None else seen_as(mesh, self._traced_for)
         self._profile: Future[Needs] | None = None
+        self._measured: dict[Path, Any] = {}
         self._dtype = jnp.dtype(deployment.dtype)
         self.num_slots = deployment.max_num_seqs + 1  # the last one is the trash slot
         # On a CPU a stage that no row needs costs nothing (lax.cond), so that no row needs a plain step.
@@ -155,13 +156,22 @@ class Programs:
         for key in keys:
             # It never runs, so that nothing is tried out for it: that costs seconds, and memory among the weights.
             untried = {"xla_gpu_autotune_level": 0} if self.backend.platform == "gpu" else {}
-            memory = self.lower(key, *sizes).compile(self.options(key) | untried).memory_analysis()
+            compiled = self.lower(key, *sizes).compile(self.options(key) | untried)
+            if not is_here(self.mesh.devices.flat[0]):
+                self._measured[self.path(key, *sizes)] = compiled
+            memory = compiled.memory_analysis()
             if key in keys[:2]:
                 results = memory.output_size_in_bytes - memory.alias_size_in_bytes
                 step += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
             if self.backend.platform == "tpu":
                 code += memory.generated_code_size_in_bytes * sum(_alike(key, other) for other in self.keys)
         return Needs(nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len))), step, code)
+
+    def measured(self, key: Key, num_pages: int, max_model_len: int) -> Any | None:
+        """A program for a device that is elsewhere, if `needs` has compiled it: JAX's cache does not give it back,
+        since it cannot be loaded here. That is a draw, which has no pool in its shapes, and takes a minute.
+        """
+        return self._measured.get(self.path(key, num_pages, max_model_len))
 
     def _profile_keys(self) -> list[Key]:
         """A step of the most tokens, its draw and, on TPUs, for the size of its code a step without prompts."""

@@ -1,10 +1,13 @@
 """Cloud TPU slices by the names that Google gives them (v5e-8, v5p-16): their chips, and how these are laid out.
 
-Importing this does not import jax; `Topology.devices` does.
+Also which chips a host has. Importing this does not import jax; `Topology.devices` does.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jaxserve.errors import ConfigError
@@ -39,6 +42,9 @@ CHIPS = {
     )
 }
 ALIASES = {"v5litepod": "v5e"}
+
+PCI_VENDOR = "0x1ae0"  # Google; by its device ids jax (hardware_utils.py) tells TPUs from what else is of that vendor
+PCI_DEVICES = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "7x"}
 
 # Chips of a slice -> how they are laid out.
 SQUARES = {
@@ -111,6 +117,24 @@ def parse_topology(name: str) -> Topology:
         known = ", ".join(topology.name for topology in slices(chip))
         raise ConfigError(f"--topology must be one of {known}, got {name!r}", param="topology")
     return Topology(name, chip, shape)
+
+
+def chips_of_host(root: Path = Path("/")) -> list[str]:
+    """The kind of each TPU chip that hangs on the PCI bus of this host: a name in CHIPS, or 7x."""
+    return list(_pci_chips(root / "sys/bus/pci/devices"))
+
+
+def _pci_chips(devices: Path) -> Iterator[str]:
+    for device in sorted(devices.glob("*.0")):
+        with contextlib.suppress(OSError, KeyError):
+            if (device / "vendor").read_text().strip() == PCI_VENDOR:
+                yield PCI_DEVICES[(device / "device").read_text().strip()]
+
+
+def device_files(root: Path = Path("/")) -> list[Path]:
+    """What a process must be able to open to use the chips: one for each."""
+    folder = root / "dev"
+    return sorted(folder.glob("accel[0-9]*")) or sorted(folder.glob("vfio/[0-9]*"))
 
 
 def slices(chip: Chip) -> list[Topology]:

@@ -75,6 +75,17 @@ accelerator_extra() {
   esac
 }
 
+# The extra that brings the TPU compiler, for tests of what is compiled for TPUs: it needs none, and there is a wheel of it
+# for Linux on x86-64. Beside a GPU it is left out, since JAX would look for TPUs at each start.
+tpu_compiler_extra() {
+  if [ -z "$(accelerator_extra)" ] && [ "$(uname -sm)" = "Linux x86_64" ]; then echo tpu; fi
+}
+
+# Without an accelerator JAX runs on the CPU anyway, and complains of missing TPUs if .venv has their compiler.
+expect_no_accelerator() {
+  if [ -z "$(accelerator_extra)" ]; then export JAX_PLATFORMS="${JAX_PLATFORMS-cpu}"; fi
+}
+
 # install EXTRA...: the package, editable, with extras. Does nothing for those that were installed from this pyproject.toml.
 install() {
   local accelerator extra extras wanted missing=''

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jaxserve.compile_ahead import HEAD
 from jaxserve.config import EngineConfig
 from jaxserve.errors import DoesNotFit
 from jaxserve.fit import Fit, _does_not_fit
+from jaxserve.programs import Needs, Programs
 from jaxserve.tpu_topology import parse_topology
 
 SHAPE = {
@@ -22,8 +24,9 @@ SHAPE = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
     "max_position_embeddings": 4096,
 }  # fmt: skip
-WIDE = SHAPE | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+WIDE = SHAPE | {"hidden_size": 2048, "intermediate_size": 65536}
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+KV_BYTES = 2**30
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -60,7 +63,8 @@ def table(out: str) -> list[dict[str, str]]:
 
 def test_a_deployment_that_fits(model: Path, xla_cache: None, capsys):
     kept = model.parent / "cache"
-    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL]) == 0
+    argv = [*SMALL, "--kv-cache-memory-bytes", str(KV_BYTES)]
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", *argv]) == 0
     out = capsys.readouterr().out
     assert (
         "on 1 chip of v5e-1 (1 chip, 1x1x1, 1 host)" in out
@@ -80,22 +84,22 @@ def test_a_deployment_that_fits(model: Path, xla_cache: None, capsys):
     assert len(traced) >= len(rows) and len(compiled) >= len(rows)
     # Whoever compiles the same for the same TPUs finds it: names of files do not depend on what else was compiled.
     jax.clear_caches()
-    again = deployment_of(SMALL)
-    pool = again.pool()
+    again = deployment_of(SMALL, kv_cache_memory_bytes=KV_BYTES)
+    pool = again.programs.size_pool(again.config, lambda: 0)
     again.programs.lower(again.programs.keys[0], pool.num_pages, pool.max_model_len).compile()
     assert set((kept / "steps").iterdir()) == traced and set((kept / "xla").glob("*-cache")) == compiled
 
 
-def deployment_of(argv: tuple[str, ...]) -> Fit:
-    config = EngineConfig(max_num_seqs=int(argv[1]), max_num_batched_tokens=int(argv[3]))
+def deployment_of(argv: tuple[str, ...], **options: Any) -> Fit:
+    config = EngineConfig(max_num_seqs=int(argv[1]), max_num_batched_tokens=int(argv[3]), **options)
     return Fit(config, SHAPE, parse_topology("v5e-1"))
 
 
 def test_weights_that_are_too_large_are_told_with_the_chips_that_hold_them(model: Path, capsys):
     (model / "config.json").write_text(json.dumps(WIDE))
-    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--gpu-memory-utilization", "0.19"]) == 2
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--gpu-memory-utilization", "0.095"]) == 2
     err = capsys.readouterr().err
-    assert "does not fit: the weights need 3.17 GiB" in err and "of each chip and there are 2.99 GiB" in err
+    assert "does not fit: the weights need 1.52 GiB" in err and "of each chip and there are 1.50 GiB" in err
     assert err.rstrip().endswith("it fits with --topology v5e-4 --tensor-parallel-size 4")
 
 
@@ -109,7 +113,8 @@ def test_chips_share_weights_and_kv_heads_and_add_up_their_parts(tpu_chip):
     assert "ragged_paged_attention_1" in text
 
 
-def test_a_kv_cache_that_the_chip_cannot_hold_is_refused(model: Path, capsys):
+def test_a_kv_cache_that_the_chip_cannot_hold_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr(Programs, "_measure", lambda self: Needs(slots=2**20, step=2**24, code=2**24))
     assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--kv-cache-memory-bytes", "15.7GiB"]) == 2
     assert "--kv-cache-memory-bytes 16857746636 is more than the 15.2" in capsys.readouterr().err
 

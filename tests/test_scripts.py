@@ -107,6 +107,26 @@ def test_a_visible_gpu_is_found(answer: str, extra: str, path: Path):
     assert shell("accelerator_extra", path).stdout.strip() == extra
 
 
+@pytest.mark.parametrize(
+    ("machine", "env", "extra", "platforms"),
+    [
+        ("Linux x86_64", {}, "tpu", "cpu"),
+        ("Linux x86_64", {"JAX_PLATFORMS": "cuda"}, "tpu", "cuda"),
+        ("Linux x86_64", {"JAXSERVE_EXTRA": "cuda"}, "", "unset"),
+        ("Linux x86_64", {"JAXSERVE_EXTRA": "tpu"}, "", "unset"),
+        ("Linux aarch64", {}, "", "cpu"),
+        ("Darwin arm64", {}, "", "cpu"),
+    ],
+)
+def test_the_tpu_compiler_is_for_tests_where_there_is_one_and_no_accelerator(
+    machine, env, extra, platforms, path: Path
+):
+    executable(path / "uname", f'[ "$*" = -sm ] && echo "{machine}"')
+    code = 'echo "[$(tpu_compiler_extra)]"; expect_no_accelerator; echo "${JAX_PLATFORMS-unset}"'
+    done = shell(code, path, **env)
+    assert (done.stdout.split(), done.stderr) == ([f"[{extra}]", platforms], "")
+
+
 def fake_venv(path: Path) -> Path:
     """A virtual environment whose pip only writes down what it is asked."""
     log = path.parent / "pip.log"

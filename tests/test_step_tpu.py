@@ -22,18 +22,28 @@ from jaxserve.sharding import mesh_of
 
 LAYERS, SLOTS, PAGES, MAX_MODEL_LEN = 2, 64, 2048, 131072
 DECODE, MIXED = Bucket(0, SLOTS, 0), Bucket(512, SLOTS, 16)
+SMALL = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
+LLAMA = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
 
 
-@pytest.fixture(scope="module", params=[1, 4], ids=lambda size: f"{size} chips")
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((SMALL, 4), id="small on 4 chips"),
+        pytest.param((SMALL, 1), id="small on 1 chip", marks=[pytest.mark.heavy, pytest.mark.slow]),
+        pytest.param((LLAMA, 1), id="8B on 1 chip", marks=[pytest.mark.heavy, pytest.mark.slow]),
+        pytest.param((LLAMA, 4), id="8B on 4 chips", marks=[pytest.mark.heavy, pytest.mark.slow]),
+    ],
+)
 def programs(request, tpu_chips) -> Programs:
-    """Of two layers of Llama 3.1 8B, on one chip or four: shapes without weights."""
-    hf = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    """Of two layers of a small Llama or of Llama 3.1 8B, on one chip or four: shapes without weights."""
+    sizes, num_chips = request.param
+    hf = sizes | {
+        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "num_key_value_heads": 8, "head_dim": 128,
         "max_position_embeddings": MAX_MODEL_LEN,
     }  # fmt: skip
-    chips = tpu_chips("v5e")[: request.param]
-    config = EngineConfig(max_num_seqs=SLOTS, tensor_parallel_size=request.param)
+    chips = tpu_chips("v5e")[:num_chips]
+    config = EngineConfig(max_num_seqs=SLOTS, tensor_parallel_size=num_chips)
     made = resolve_deployment(config, hf, chips[0].platform, chips[0].device_kind)
     made = replace(made, buckets=(DECODE, MIXED))
     mesh = mesh_of(chips)
