@@ -233,7 +233,9 @@ def side_by_side(args: argparse.Namespace, url: str, engine: Peer, peer: Peer | 
 
 def report(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="jaxserve-cache-") as folder:
-        (Path(folder) / "models").symlink_to(cache_dir() / "models")
+        models = cache_dir() / "models"
+        models.mkdir(parents=True, exist_ok=True)
+        (Path(folder) / "models").symlink_to(models)
         with server(Path(folder), ["--dtype", args.dtype], ENV) as (_, cold_s):
             pass
         with (
