@@ -8,7 +8,7 @@ itself is one jitted function, so that it is traced once per step and not L time
 Norms, rope and logits are float32; matmuls accumulate in float32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.tree_util import Partial
 from jaxtyping import Array, Float, Int
 
 from jaxserve.models.base import ModelConfig, Piece
@@ -61,17 +60,12 @@ class AddNorm(Protocol):
     ) -> tuple[Float[Array, "T D"], Float[Array, "T D"]]: ...
 
 
-def undivided(rows: int, out: int, size: int) -> int:
-    """Into how many parts a product is split: none."""
-    return 1
-
-
 class Operations(NamedTuple):
     """What a backend does for a layer, besides the products, and how it wants those that its add_norm takes."""
 
     attend: Attend
     add_norm: AddNorm
-    parts: Any = Partial(undivided)  # (T, out, in) -> n
+    parts: Callable[[int, int, int], int]  # (T, out, in) -> n; a jax.tree_util.Partial, too
 
 
 def matmul(

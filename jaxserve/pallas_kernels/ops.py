@@ -51,7 +51,7 @@ class Backend:
     attend: Callable[..., tuple[Array, KVPages]]
     halves: tuple[Callable[..., tuple[Array, KVPages]], Callable[..., Array]]
     add_norm: Callable[..., tuple[Array, Array]] = reference.add_norm
-    parts: Callable[[int, int, int], int] = lambda rows, out, size: 1
+    parts: Callable[[int, int, int], int] = reference.parts
     stored_head_dim: Callable[[int], int] = lambda head_dim: head_dim
     lowered_for: str | None = None
 

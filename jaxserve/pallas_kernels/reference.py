@@ -209,6 +209,11 @@ def add_norm(x: Array, delta: Array | None, weight: Array, eps: float) -> tuple[
     return x, (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
+def parts(rows: int, out: int, size: int) -> int:
+    """Into how many parts a product of x [rows, size] and w [out, size] is split for `add_norm` to add up: one."""
+    return 1
+
+
 def attention(
     q: Array,
     kv: KVPages,

@@ -21,7 +21,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.layers import Operations, matmul
 from jaxserve.models.loading import load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
-from jaxserve.pallas_kernels.reference import add_norm
+from jaxserve.pallas_kernels.reference import add_norm, parts
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -198,7 +198,8 @@ def test_no_weight_is_copied_in_a_step(tokens, tied):
 
     def run(params, ids):
         decoder = nnx.merge(model.graphdef, params)
-        ops = Operations(Partial(lambda qkv, kv_l, rope, **_: (qkv[:, :64], kv_l)), Partial(add_norm))
+        attend = Partial(lambda qkv, kv_l, rope, **_: (qkv[:, :64], kv_l))
+        ops = Operations(attend, Partial(add_norm), Partial(parts))
         hidden, _ = decoder.forward(ids, ids, [None] * 2, ops)
         return decoder.logits(hidden)
 
