@@ -134,13 +134,11 @@ def sweep_decode() -> None:
     kernel, new = paged_decode_mosaic_gpu, paged_decode_mosaic_gpu.DecodeTuning
     tunings = {
         "as is": new(),
-        "overlap": new(overlap=True),
+        "one CTA each": new(ctas_each=1),
+        "two": new(ctas_each=2),
         "2 stages": new(stages=2),
-        "3": new(stages=3),
-        "6": new(stages=6),  # one CTA per multiprocessor
         "min tiles 2": new(min_tiles=2),
         "8": new(min_tiles=8),
-        "264 CTAs": new(target_ctas=264),
     }
 
     def attention(tuning: Any) -> Callable[..., Any]:

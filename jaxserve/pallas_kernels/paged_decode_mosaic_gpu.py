@@ -41,6 +41,7 @@ Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor a
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,18 +62,21 @@ HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
 HEAD_ROWS = 8  # query heads of a tile: the least N of a wgmma, and what a TMA of the swizzled layout moves together
 MAX_SPLITS = 64  # partial results of a row: what one tile of the combine holds
-COMBINE_CTAS = 264
-WHOLE, NOTHING = -1, -2  # slots of an item that writes the result itself, and of one that is padding
+MULTIPROCESSORS = 132  # of an H100 or H200
+COMBINE_CTAS = 2 * MULTIPROCESSORS
+SHORT = 64  # KV tiles of a row that holds up nothing where each worker has ROWS_EACH rows
+ROWS_EACH = 4
+CLEAN_SHARE = 3  # a cut nearer to a row's begin or end than this part of a worker's work moves there
 LOG2E = math.log2(math.e)
 
 
 class Cuts(NamedTuple):
-    """How a batch may be cut, static."""
+    """How the KV tiles of a batch are shared out, static."""
 
-    min_tiles: int  # least KV tiles of an item of a split row
-    max_splits: int  # most items of one row
-    spare_items: int  # items beyond one per row: what cutting long rows may add
-    heavy_first: bool  # not all CTAs run at once: light items last fill the gaps
+    workers: int  # CTAs for each kv head
+    stages: int  # KV tiles in flight per CTA
+    min_tiles: int  # KV tiles that are worth a CTA of their own
+    max_splits: int  # most workers of one row
 
     @property
     def slots_per_row(self) -> int:
@@ -84,42 +88,32 @@ class Cuts(NamedTuple):
 class DecodeTuning:
     """How the work is cut.
 
-    `stages`: KV tiles in flight per CTA (None: see `stages_of`); `target_ctas`: how many fill the card;
-    `min_tiles`: least KV tiles of an item, since the combine costs as much as streaming some; `overlap`: starts the
-    kernels before the previous one has ended, so that only the waiting is left (programmatic dependent launch).
+    `ctas_each`: CTAs on each multiprocessor (None: two where a batch fills the card, so that one computes or starts on
+    a row while the other streams); `stages`: KV tiles in flight per CTA (None: all that fit); `min_tiles`: KV tiles
+    that are worth a CTA of their own, since the combine costs as much as streaming some; `multiprocessors`: the card's.
     """
 
+    ctas_each: int | None = None
     stages: int | None = None
-    target_ctas: int = 132  # the multiprocessors of an H100 or H200
     min_tiles: int = 4
-    overlap: bool = False
+    multiprocessors: int = MULTIPROCESSORS
 
     def __post_init__(self) -> None:
-        for name in ("stages", "target_ctas", "min_tiles"):
+        for name in ("ctas_each", "stages", "min_tiles", "multiprocessors"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"DecodeTuning.{name} must be at least 1, got {value}")
 
-    def stages_of(self, rows: int, kv_heads: int, head_dim: int) -> int:
-        """96 KiB of K and V where several CTAs share a multiprocessor (228 KiB), else 192 KiB."""
+    def cuts(self, rows: int, kv_heads: int, head_dim: int, longest: int) -> Cuts:
+        """`longest`: most KV tiles that a row can have."""
         tile_kib = 2 * 2 * KV_TILE * head_dim // 1024
-        most = 192 // tile_kib
-        if self.stages:
-            return min(self.stages, most)
-        return 96 // tile_kib if rows * kv_heads > self.target_ctas and tile_kib <= 32 else most
-
-    def cuts(self, rows: int, kv_heads: int, longest: int) -> Cuts:
-        """`longest`: most KV tiles that a row can have.
-
-        A row has at most twice the items that fill the card if rows are equal, and 4 for the odd long one. Batches
-        that fill it anyway only cut rows that are very long.
-        """
-        fills = rows * kv_heads >= 2 * self.target_ctas
-        min_tiles = self.min_tiles * (8 if fills else 1)
-        spare = max(ceil_div(self.target_ctas, kv_heads), rows // 8)
-        splits = min(spare + 1, max(4, 2 * ceil_div(self.target_ctas, rows * kv_heads)))
-        splits = max(1, min(splits, MAX_SPLITS, longest // min_tiles))
-        return Cuts(min_tiles, splits, spare if splits > 1 else 0, heavy_first=fills)
+        each = self.ctas_each or (2 if rows * kv_heads > self.multiprocessors and tile_kib <= 32 else 1)
+        workers = max(1, each * self.multiprocessors // kv_heads)
+        stages = min(self.stages or 192, 192 // each // tile_kib)  # of the 228 KiB
+        splits = min(workers, MAX_SPLITS, ceil_div(longest, self.min_tiles) + 1)
+        if longest < 2 * max(self.min_tiles // 2, 1) or longest <= SHORT and rows >= ROWS_EACH * workers:
+            splits = 1
+        return Cuts(workers, stages, self.min_tiles, splits)
 
 
 def longest_row(width: int, page_size: int, sliding_window: int | None) -> int:
@@ -128,52 +122,81 @@ def longest_row(width: int, page_size: int, sliding_window: int | None) -> int:
     return tiles if sliding_window is None else min(tiles, ceil_div(sliding_window + KV_TILE - 1, KV_TILE))
 
 
-class Work(NamedTuple):
-    """The work items of a step and the rows that are split. All sizes are static: see `Cuts`."""
+WHOLE = -1  # slot of a row that one worker takes
 
-    items: Array  # i32[S + spare, 5] row, first KV tile, end KV tile, slot of its result (or WHOLE, NOTHING), kv_len
-    splits: Array  # i32[m, 2] rows that are split, and into how many; the nth row's slots begin at n * slots_per_row
+
+class Part(NamedTuple):
+    """What a worker takes of a row, scalars of the kernel."""
+
+    row: Array
+    kv_len: Array
+    first: Array  # its first KV tile
+    last: Array  # the KV tile after its last
+    has_last: Array  # whether that is the row's last: who takes it adds the new token, or the sinks
+    slot: Array  # of its partial result, or WHOLE
+
+
+class Work(NamedTuple):
+    """Who does what in a step. Worker w takes what lies between its cut and the next one, the same for each kv head.
+
+    A cut is (row, KV tiles of that row before it, offset): worker w leaves its partial result of that row in slot
+    w + offset. The slots of the nth row that is split begin at n * slots_per_row.
+    """
+
+    kv_lens: Array  # i32[S]
+    cuts: Array  # i32[workers + 1, 3]
+    splits: Array  # i32[m, 2] rows that are split, and into how many
     num_splits: Array  # i32[1] how many of those are real
 
 
 def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
-    """Cuts the KV tiles that each row (kv_lens i32[S]) needs into items of nearly equal length.
+    """Shares the KV tiles that the rows need (kv_lens i32[S]) equally among the workers, row after row.
 
-    An item is `chunk` tiles at most, with the smallest chunk for which the items fit:
-    sum(max(1, ceil(tiles / chunk))) <= sum(tiles) / chunk + S <= spare + S. A row of length 0 has one item too, which
-    writes zeros. Sums and searches compare all with all, since those are few fusions; a sort would split the step's
-    CUDA graph.
+    A row costs its tiles and one more, for what is done once per row. A cut near the begin or end of a row moves there:
+    then nothing is to be combined, and who ends early leaves memory to the others. A row of length 0 has no tiles, and
+    is some worker's too, which writes zeros. Sums and searches compare all with all, since those are few fusions; a
+    sort would split the step's CUDA graph.
     """
-    rows, spare = kv_lens.shape[0], cuts.spare_items
-    begin = jnp.zeros_like(kv_lens) if sliding_window is None else jnp.maximum(0, kv_lens - sliding_window) // KV_TILE
-    tiles = (kv_lens + KV_TILE - 1) // KV_TILE - begin  # i32[S]
-    count = jnp.ones_like(tiles)  # i32[S] items of each row
-    if spare:
-        chunk = jnp.maximum(cuts.min_tiles, (jnp.sum(tiles) + spare - 1) // spare)
-        chunk = jnp.maximum(chunk, (jnp.max(tiles) + cuts.max_splits - 1) // cuts.max_splits)
-        count = jnp.maximum(1, jnp.minimum((tiles + chunk - 1) // chunk, tiles // cuts.min_tiles))
+    rows, workers = kv_lens.shape[0], cuts.workers
+    tiles = _end_of(kv_lens) - _begin_of(kv_lens, sliding_window)  # i32[S]
     up_to = jnp.arange(rows) <= jnp.arange(rows)[:, None]
-    end, splits_end = (jnp.sum(jnp.where(up_to, x, 0), axis=1, dtype=jnp.int32) for x in (count, count > 1))  # i32[S]
+    ends = jnp.sum(jnp.where(up_to, tiles + 1, 0), axis=1, dtype=jnp.int32)  # i32[S] of each row's costs
+    least = cuts.min_tiles
+    if cuts.max_splits > 1:
+        least = jnp.maximum(least, ceil_div(jnp.max(tiles) + 1, cuts.max_splits - 1))
+    total = jnp.maximum(ends[-1], workers * least)
+    at = jnp.arange(workers + 1, dtype=jnp.int32) * (total // workers) + jnp.minimum(
+        jnp.arange(workers + 1, dtype=jnp.int32), total % workers
+    )
+    row = jnp.sum(ends <= at[:, None], axis=1, dtype=jnp.int32)  # i32[workers + 1]; S: past the last one
+    mine = jnp.minimum(row, rows - 1)
+    size, before = tiles[mine], jnp.maximum(at - (ends - tiles)[mine], 0)
+    inside = row < rows
+    if cuts.max_splits > 1:
+        near = jnp.maximum(cuts.min_tiles // 2, total // (workers * CLEAN_SHARE))
+        splits = inside & (jnp.minimum(before, size - before) >= jnp.maximum(near, 1))
+    else:
+        splits = jnp.zeros_like(inside)
+    row = jnp.where(inside & ~splits & (2 * before > size), row + 1, jnp.minimum(row, rows))
+    before = jnp.where(splits, before, 0)
+    first = splits & ~jnp.pad(splits[:-1] & (row[:-1] == row[1:]), (1, 0))  # of the cuts in its row
+    nth = jnp.sum(first & (row < row[:, None]), axis=1, dtype=jnp.int32)  # rows before that are split
+    begun_by = jnp.max(jnp.where(first & (row == row[:, None]), jnp.arange(workers + 1) - 1, 0), axis=1)
+    cut = jnp.stack([row, before, nth * cuts.slots_per_row - begun_by], axis=1)
+    of_split = splits & (nth == jnp.arange(max(1, min(rows, workers - 1)))[:, None])  # [m, workers + 1]
+    split_rows = jnp.stack([jnp.max(jnp.where(of_split, row, 0), axis=1), 1 + jnp.sum(of_split, axis=1)], axis=1)
+    num_splits = jnp.sum(first, dtype=jnp.int32)[None]
+    return Work(kv_lens, cut.astype(jnp.int32), split_rows.astype(jnp.int32), num_splits)
 
-    def row_of(ends: Array, n: int) -> Array:
-        """Which row each of 0..n-1 belongs to, if a row's end at `ends`."""
-        return jnp.minimum(jnp.sum(ends <= jnp.arange(n)[:, None], axis=1, dtype=jnp.int32), rows - 1)
 
-    item, row = jnp.arange(rows + spare, dtype=jnp.int32), row_of(end, rows + spare)
-    nth = item - (end - count)[row]  # which of its row's items
-    first, last = (begin[row] + (nth + i) * tiles[row] // count[row] for i in (0, 1))
-    slot = jnp.where(count[row] > 1, (splits_end[row] - 1) * cuts.slots_per_row + nth, WHOLE)
-    real = item < end[-1]
-    columns = jnp.stack([row, first, last, slot, kv_lens[row]], axis=1)
-    items = jnp.where(real[:, None], columns, jnp.array([0, 0, 0, NOTHING, 0]))
-    if cuts.heavy_first:  # by counting who goes before whom
-        weight = jnp.where(real, last - first, -1)
-        before = (weight[:, None] > weight) | ((weight[:, None] == weight) & (item[:, None] < item))
-        place = jnp.sum(before, axis=0, dtype=jnp.int32)
-        items = items[jnp.sum(jnp.where(place == item[:, None], item, 0), axis=1)]
-    split_row = row_of(splits_end, max(1, min(rows, spare)))  # a split row has a spare item
-    splits = jnp.stack([split_row, count[split_row]], axis=1)
-    return Work(items.astype(jnp.int32), splits.astype(jnp.int32), splits_end[-1:])
+def _begin_of(kv_len: Any, sliding_window: int | None) -> Any:
+    """The first KV tile that a row needs."""
+    return kv_len * 0 if sliding_window is None else lax.div(jnp.maximum(kv_len - sliding_window, 0), KV_TILE)
+
+
+def _end_of(kv_len: Any) -> Any:
+    """The KV tile after a row's last."""
+    return lax.div(kv_len + (KV_TILE - 1), KV_TILE)
 
 
 def _body(
@@ -195,71 +218,95 @@ def _body(
     sliding_window: int | None,
     softcap: float | None,
     eps: float,
-    overlap: bool,
 ):
     """`refs` are, by `names`:
 
     q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe bias [N + 2K, H], q_norm,
     k_norm [H]; maybe sinks f32[K, Gp], in units of log2;
-    k, v [P, K, page, H], in place: with qkv the new token's are written there; items i32[n, 5];
-    table i32[S, W]; out, as q: rows with one item; partial f32[slots, K, Gp, H] out: result of an item; lse
-    f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
+    k, v [P, K, page, H], in place: with qkv the new token's are written there; kv_lens i32[S]; cuts
+    i32[workers + 1, 3]; table i32[S, W]; out, as q: rows that one worker takes; partial f32[slots, K, Gp, H] out:
+    result of a part of a row; lse f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
     """
     ref = dict(zip(names, refs, strict=True))
-    k_ref, v_ref, items_ref, table_ref, out_ref = (ref[name] for name in ("k", "v", "items", "table", "out"))
+    k_ref, v_ref, lens_ref, cuts_ref, table_ref, out_ref = (
+        ref[name] for name in ("k", "v", "kv_lens", "cuts", "table", "out")
+    )
     fused = "qkv" in ref
     stages, _, head_dim = k_smem.shape
     group, halves, per_half = q_smem.shape[0], out_ref.shape[2], out_ref.shape[3]
-    page_size, width = k_ref.shape[2], table_ref.shape[1]
-    if overlap:
-        plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()
+    page_size, (rows, width) = k_ref.shape[2], table_ref.shape
     # heads innermost: CTAs that run together read the heads of the same pages, which lie side by side
     cta, kv_heads = lax.axis_index("cta"), jnp.int32(k_ref.shape[1])
-    item, head = lax.div(cta, kv_heads), lax.rem(cta, kv_heads)
+    worker, head = lax.div(cta, kv_heads), lax.rem(cta, kv_heads)
     heads = pl.ds(lax.rem(cta, jnp.int32(1)), HEAD_ROWS)  # a start that is not static: heads beyond G are 0, or dropped
-    row, first_tile, slot = items_ref[item, 0], items_ref[item, 1], items_ref[item, 3]
-    num_tiles = items_ref[item, 2] - first_tile
-    kv_len = items_ref[item, 4]  # with the item: a look-up less before pages can be asked for
-    stored = kv_len - 1 if fused else kv_len  # the new token comes from qkv, not from its page
-    has_new = (kv_len > 0) & (items_ref[item, 2] == lax.div(kv_len + (KV_TILE - 1), jnp.int32(KV_TILE)))
+    first_row, first_before, first_offset = (cuts_ref[worker, i] for i in range(3))
+    last_row, last_before, last_offset = (cuts_ref[worker + 1, i] for i in range(3))
+
+    def for_each_row(do: Callable[[Part, Array], None]) -> Array:
+        """Calls `do` with this worker's part of each of its rows, and how many tiles it has taken before. Returns how
+        many it has taken.
+        """
+
+        def one(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            taken, kv_len = carry
+            row = first_row + i
+            following = lens_ref[jnp.minimum(row + 1, rows - 1)]  # asked for before it is needed
+            begin, end = _begin_of(kv_len, sliding_window), _end_of(kv_len)
+            first = begin + jnp.where(i == 0, first_before, 0)
+            last = jnp.where(row == last_row, begin + last_before, end)
+            offset = jnp.where(row == last_row, last_offset, first_offset)
+            slot = jnp.where((first > begin) | (last < end), worker + offset, WHOLE)
+            do(Part(row, kv_len, first, last, has_last=(kv_len > 0) & (last == end), slot=slot), taken)
+            return taken + (last - first), following
+
+        count = last_row - first_row + (last_before > 0)
+        start = jnp.int32(0), lens_ref[jnp.minimum(first_row, rows - 1)]
+        return lax.fori_loop(0, count, one, start)[0]
 
     def stage_of(i):
         return lax.rem(i, jnp.int32(stages))
 
-    @pl.when((lax.axis_index("warpgroup") == 1) & (num_tiles > 0))
+    @pl.when(lax.axis_index("warpgroup") == 1)
     def _stream():
         size = min(page_size, KV_TILE)  # keys per copy
         copies = KV_TILE // size
 
-        @pl.loop(0, num_tiles)
-        def _(i):
-            stage, key = stage_of(i), (first_tile + i) * KV_TILE
-            # page ids first: their latency hides behind the wait for the stage
-            columns = [lax.div(key + j * size, jnp.int32(page_size)) for j in range(copies)]
-            pages = [table_ref[row, jnp.minimum(column, width - 1)] for column in columns]
-            for pool, ring, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
+        def stream(part: Part, taken: Array) -> None:
+            @pl.loop(part.first, part.last)
+            def _(tile):
+                i, key = taken + (tile - part.first), tile * KV_TILE
+                stage = stage_of(i)
+                # page ids first: their latency hides behind the wait for the stage
+                columns = [lax.div(key + j * size, jnp.int32(page_size)) for j in range(copies)]
+                pages = [table_ref[part.row, jnp.minimum(column, width - 1)] for column in columns]
+                for pool, ring, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
 
-                @pl.when(i >= stages)
-                def _(free=free):
-                    plgpu.barrier_wait(free.at[stage])
+                    @pl.when(i >= stages)
+                    def _(free=free):
+                        plgpu.barrier_wait(free.at[stage])
 
-                for j, page in enumerate(pages):
-                    source = pool.at[page, head]
-                    if size < page_size:
-                        source = pool.at[page, head, pl.ds(lax.rem(key, jnp.int32(page_size)), size)]
-                    plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * size, size)], full.at[stage])
+                    for j, page in enumerate(pages):
+                        source = pool.at[page, head]
+                        if size < page_size:
+                            source = pool.at[page, head, pl.ds(lax.rem(key, jnp.int32(page_size)), size)]
+                        plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * size, size)], full.at[stage])
 
-        @pl.loop(jnp.maximum(num_tiles - stages, 0), num_tiles)
+        taken = for_each_row(stream)
+
+        @pl.loop(jnp.maximum(taken - stages, 0), taken)
         def _(i):  # leave no phase unseen: the interpreter checks that
             for free in (k_free, v_free):
                 plgpu.barrier_wait(free.at[stage_of(i)])
 
-    def live_keys(tile, shape, layout):
+    def stored(part: Part) -> Array:
+        """Tokens of a row that are in its pages; the new one of a projection is not."""
+        return part.kv_len - 1 if fused else part.kv_len
+
+    def live_keys(part: Part, tile, shape, layout):
         """Which keys of a tile the row attends to, along the first axis of `shape`."""
         key = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + tile * KV_TILE
-        live = key < stored
-        return live if sliding_window is None else live & (key >= kv_len - sliding_window)
+        live = key < stored(part)
+        return live if sliding_window is None else live & (key >= part.kv_len - sliding_window)
 
     def scores(dots):
         if softcap is None:
@@ -267,41 +314,40 @@ def _body(
         # tanh(x) = 1 - 2 / (e^2x + 1): the hardware's own tanh is good to 3 digits only
         return (softcap * LOG2E) * (1.0 - 2.0 / (jnp.exp2(dots * (2 * LOG2E * scale / softcap)) + 1.0))
 
-    def clear_dead_values(tile, stage):
+    def clear_dead_values(part: Part, tile, stage):
         """Zeroes the V rows that nothing attends to: they may be NaN, and 0 * NaN is NaN. Only in edge tiles."""
-        edge = (tile + 1) * KV_TILE > stored
+        edge = (tile + 1) * KV_TILE > stored(part)
         if sliding_window is not None:
-            edge |= tile * KV_TILE < kv_len - sliding_window
+            edge |= tile * KV_TILE < part.kv_len - sliding_window
 
         @pl.when(edge)
         def _():
             v = plgpu.load(v_smem.at[stage], layout=plgpu.Layout.WGMMA)
-            live = live_keys(tile, (KV_TILE, head_dim), plgpu.Layout.WGMMA)
+            live = live_keys(part, tile, (KV_TILE, head_dim), plgpu.Layout.WGMMA)
             v_smem.at[stage][...] = jnp.where(live, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
     per_head, per_place = plgpu.Layout.WGMMA.reduce(0), plgpu.Layout.WGMMA.reduce(1)
 
-    def load_q() -> None:
+    def load_q(row: Array) -> None:
         for half in range(halves):
-            rows = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
-            plgpu.copy_gmem_to_smem(ref["q"].at[row, head, half, heads], rows, q_full)
+            places = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
+            plgpu.copy_gmem_to_smem(ref["q"].at[row, head, half, heads], places, q_full)
         plgpu.barrier_wait(q_full)
 
     def columns(i: int):
         """The half of a head that is turned together with the other one."""
         return pl.ds(i * (head_dim // 2), head_dim // 2)
 
-    def take_new_token() -> tuple[Array, Array]:
+    def take_new_token(part: Part) -> tuple[Array, Array]:
         """Turns q and k, sends k and v to their page; returns v [H] and the token's scores [Gp]. k is one column for
         each query head, all equal.
         """
-        dtype, heads_before = q_smem.dtype, kv_heads * halves * per_half
+        row, dtype, heads_before = part.row, q_smem.dtype, kv_heads * halves * per_half
         given = [ref["qkv"].at[row], ref["bias"]] if "bias" in ref else [ref["qkv"].at[row]]
         for raw, source in enumerate(given):
-            for half in range(
-                halves
-            ):  # heads beyond this kv head's are someone else's: nobody looks at what they become
+            # heads beyond this kv head's are someone else's: nobody looks at what they become
+            for half in range(halves):
                 heads = pl.ds((head * halves + half) * per_half, HEAD_ROWS)
                 plgpu.copy_gmem_to_smem(source.at[heads], raw_smem.at[raw, pl.ds(half * HEAD_ROWS, HEAD_ROWS)], q_full)
             for i in range(2):
@@ -345,39 +391,39 @@ def _body(
             raw_smem.at[0, group + 1][...] = v
         plgpu.commit_smem()
 
-        @pl.when(has_new)
+        @pl.when(part.has_last)
         def _():
-            page = table_ref[row, jnp.minimum(lax.div(stored, jnp.int32(page_size)), width - 1)]
+            column, at = (op(stored(part), jnp.int32(page_size)) for op in (lax.div, lax.rem))
+            page = table_ref[row, jnp.minimum(column, width - 1)]
             for i, pool in enumerate((k_ref, v_ref)):
-                place = pool.at[page, head, lax.rem(stored, jnp.int32(page_size))]
+                place = pool.at[page, head, at]
                 plgpu.copy_smem_to_gmem(raw_smem.at[0, group + i], place)
 
         return v.astype(jnp.float32), scores((lo + hi).sum(axis=0))
 
-    @pl.when((lax.axis_index("warpgroup") == 0) & (slot != NOTHING))
-    def _compute():
+    def attend(part: Part, taken: Array) -> None:
         m = plgpu.layout_cast(jnp.full((group,), reference.MASKED, jnp.float32), per_head)
         total = plgpu.layout_cast(jnp.zeros((group,), jnp.float32), per_head)
         acc = plgpu.layout_cast(jnp.zeros((head_dim, group), jnp.float32), plgpu.Layout.WGMMA)
         if fused:  # of a row without tokens too: whatever that gives is not used
-            v, s = take_new_token()
-            m = jnp.where(lax.broadcast_in_dim(has_new, m.shape, []), s, m)
-            total = jnp.where(lax.broadcast_in_dim(has_new, m.shape, []), 1.0, total)
+            v, s = take_new_token(part)
+            m = jnp.where(lax.broadcast_in_dim(part.has_last, m.shape, []), s, m)
+            total = jnp.where(lax.broadcast_in_dim(part.has_last, m.shape, []), 1.0, total)
             v = lax.broadcast_in_dim(v, acc.shape, [0])
-            acc = jnp.where(lax.broadcast_in_dim(has_new, acc.shape, []), v, acc)
+            acc = jnp.where(lax.broadcast_in_dim(part.has_last, acc.shape, []), v, acc)
         else:
-            pl.when(num_tiles > 0)(load_q)
-        if "sinks" in ref:  # one more score, for the item that takes the row's last tile
+            load_q(part.row)
+        if "sinks" in ref:  # one more score, for who takes the row's last tile
             sink = plgpu.load(ref["sinks"].at[head], layout=per_head, optimized=False)
-            sink = jnp.where(lax.broadcast_in_dim(has_new, m.shape, []), sink, reference.MASKED)
+            sink = jnp.where(lax.broadcast_in_dim(part.has_last, m.shape, []), sink, reference.MASKED)
             m, before = jnp.maximum(m, sink), m
             shrink = jnp.exp2(before - m)
             total = total * shrink + jnp.exp2(sink - m)
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
 
-        def step(i, carry):
+        def step(tile, carry):
             acc, m, total = carry  # f32 [H, Gp], [Gp] in units of log2, [Gp]
-            stage, tile = stage_of(i), first_tile + i
+            stage = stage_of(taken + (tile - part.first))
             plgpu.barrier_wait(k_full.at[stage])
 
             def qk(out):
@@ -386,7 +432,7 @@ def _body(
 
             s = scores(pl.run_scoped(qk, plgpu.ACC((KV_TILE, group), jnp.float32)))
             plgpu.barrier_arrive(k_free.at[stage])
-            s = jnp.where(live_keys(tile, s.shape, plgpu.Layout.WGMMA), s, reference.MASKED)
+            s = jnp.where(live_keys(part, tile, s.shape, plgpu.Layout.WGMMA), s, reference.MASKED)
             m_new = jnp.maximum(m, s.max(axis=0))
             shrink = jnp.exp2(m - m_new)
             p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [1]))
@@ -395,7 +441,7 @@ def _body(
             plgpu.commit_smem()
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
             plgpu.barrier_wait(v_full.at[stage])
-            clear_dead_values(tile, stage)
+            clear_dead_values(part, tile, stage)
 
             def pv(out):
                 plgpu.wgmma(out, v_smem.at[stage].T, p_smem.T)
@@ -405,29 +451,33 @@ def _body(
             plgpu.barrier_arrive(v_free.at[stage])
             return acc, m_new, total
 
-        acc, m, total = lax.fori_loop(0, num_tiles, step, (acc, m, total))
+        acc, m, total = lax.fori_loop(part.first, part.last, step, (acc, m, total))
         inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [1])
 
-        @pl.when(slot == WHOLE)
+        @pl.when(part.slot == WHOLE)
         def _():
             q_smem.T[...] = plgpu.layout_cast(out.astype(q_smem.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
             plgpu.commit_smem()
             for half in range(halves):
-                rows = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
-                plgpu.copy_smem_to_gmem(rows, out_ref.at[row, head, half, heads])
+                places = q_smem.at[pl.ds(half * HEAD_ROWS, HEAD_ROWS)]
+                plgpu.copy_smem_to_gmem(places, out_ref.at[part.row, head, half, heads])
 
         if "partial" in ref:
 
-            @pl.when(slot >= 0)
+            @pl.when(part.slot != WHOLE)
             def _():
                 o_smem.T[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
                 lse_smem[...] = m + jnp.log(total) * LOG2E
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(o_smem, ref["partial"].at[slot, head])
-                plgpu.copy_smem_to_gmem(lse_smem, ref["lse"].at[slot, head])
+                plgpu.copy_smem_to_gmem(o_smem, ref["partial"].at[part.slot, head])
+                plgpu.copy_smem_to_gmem(lse_smem, ref["lse"].at[part.slot, head])
 
         plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(lax.axis_index("warpgroup") == 0)
+    def _compute():
+        for_each_row(attend)
 
 
 def _combine(
@@ -442,13 +492,10 @@ def _combine(
     row_smem,  # [H]
     full,  # barrier[slots_per_row / 8]
     ctas: int,
-    overlap: bool,
 ):
     """Weighs the partial results of one row and query head at a time, as one tile with a row for each."""
     _, kv_heads, halves, per_half, head_dim = out_ref.shape
     blocks, heads = full.shape[0], kv_heads * halves * per_half
-    if overlap:
-        plgpu.griddepcontrol_wait()
     cta = lax.axis_index("cta")
 
     @pl.loop(0, lax.div(num_splits_ref[0] * heads - cta + (ctas - 1), jnp.int32(ctas)))
@@ -501,10 +548,10 @@ def _tiled(*shape: int, dtype: Any, columns: int | None = None):
 
 
 # One module-level jit, so that every layer of a step shares one traced call, two kernels and one compilation of each.
-@partial(jax.jit, static_argnames=("cuts", "scale", "sliding_window", "softcap", "eps", "stages", "overlap"))
+@partial(jax.jit, static_argnames=("cuts", "scale", "sliding_window", "softcap", "eps"))
 def _attend(
     kv: KVPages, work: Work, page_table: Array, given: dict[str, Array], *,
-    cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, eps: float, stages: int, overlap: bool,
+    cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, eps: float,
 ) -> tuple[Array, KVPages]:  # fmt: skip
     """`given`: q, or qkv and what belongs to it, as `_body` names them -> out, as q there; kv with the new tokens."""
     (_, kv_heads, page_size, head_dim), dtype = kv.k.shape, kv.k.dtype
@@ -518,10 +565,10 @@ def _attend(
         _, _, halves, per_half, _ = given["q"].shape
     group = halves * HEAD_ROWS
     copies_per_tile = max(1, KV_TILE // page_size)
-    split_rows = work.splits.shape[0]
+    stages = cuts.stages
     out_type = {"out": jax.ShapeDtypeStruct((rows, kv_heads, halves, per_half, head_dim), dtype)}
     if cuts.max_splits > 1:
-        slots = split_rows * cuts.slots_per_row
+        slots = work.splits.shape[0] * cuts.slots_per_row
         out_type["partial"] = jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32)
         out_type["lse"] = jax.ShapeDtypeStruct((slots, kv_heads, group), jnp.float32)
     scratch: dict[str, Any] = {
@@ -541,15 +588,14 @@ def _attend(
     pools: dict[str, Any] = {"k": kv.k, "v": kv.v}
     if fused:
         pools = {name: jax.new_ref(pool) for name, pool in pools.items()}
-    operands = given | pools | {"items": work.items, "table": page_table}
+    operands = given | pools | {"kv_lens": work.kv_lens, "cuts": work.cuts, "table": page_table}
     kernel = plgpu.kernel(
         partial(
             _body, names=(*operands, *out_type), scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps,
-            overlap=overlap,
         ),
         out_type=list(out_type.values()),
         scratch_types=scratch,
-        grid=(work.items.shape[0] * kv_heads,),
+        grid=(cuts.workers * kv_heads,),
         grid_names=("cta",),
         num_threads=2,
         thread_name="warpgroup",
@@ -561,9 +607,9 @@ def _attend(
         kv = KVPages(jax.freeze(pools["k"]), jax.freeze(pools["v"]))
     if not partials:
         return out, kv
-    ctas = min(COMBINE_CTAS, split_rows * kv_heads * halves * per_half)
+    ctas = min(COMBINE_CTAS, work.splits.shape[0] * kv_heads * halves * per_half)
     combine = plgpu.kernel(
-        partial(_combine, ctas=ctas, overlap=overlap),
+        partial(_combine, ctas=ctas),
         out_type=(),
         scratch_types={
             "o_smem": _tiled(MAX_SPLITS, head_dim, dtype=jnp.float32),
@@ -597,13 +643,14 @@ def decode_work(
     page_table: Array,
     *,
     kv_heads: int,
+    head_dim: int,
     page_size: int,
     sliding_window: int | None = None,
     tuning: DecodeTuning = DecodeTuning(),
 ) -> Work:
     """What `decode_attention` makes of kv_lens i32[S] and page_table i32[S, W] if it is not given: once per step."""
     rows, width = page_table.shape
-    cuts = tuning.cuts(rows, kv_heads, longest_row(width, page_size, sliding_window))
+    cuts = tuning.cuts(rows, kv_heads, head_dim, longest_row(width, page_size, sliding_window))
     return make_work(kv_lens, sliding_window, cuts)
 
 
@@ -628,16 +675,16 @@ def decode_attention(
     rows, heads, head_dim = q.shape
     group = heads // kv.k.shape[1]
     halves = ceil_div(group, HEAD_ROWS)
-    how = _how(kv, page_table, group, tuning, sliding_window)
+    cuts = _cuts(kv, page_table, group, tuning, sliding_window)
     if work is None:
-        work = make_work(kv_lens, sliding_window, how["cuts"])
+        work = make_work(kv_lens, sliding_window, cuts)
     qs = q.reshape(rows, -1, group, head_dim).astype(kv.k.dtype)
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
     given = {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)} | _padded_sinks(sinks, kv, heads)
     out, _ = _attend(
         kv, work, page_table, given,
-        scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0, **how,
+        cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0,
     )  # fmt: skip
     return out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
 
@@ -674,14 +721,14 @@ def decode_qkv(
     writes its k and v. The page that it streams does not have them yet: there they count as dead. Needs `takes_qkv`.
     """
     rows, (_, kv_heads, _, head_dim) = qkv.shape[0], kv.k.shape
-    how = _how(kv, page_table, num_heads // kv_heads, tuning, sliding_window)
+    cuts = _cuts(kv, page_table, num_heads // kv_heads, tuning, sliding_window)
     given = {"qkv": qkv.reshape(rows, -1, head_dim), "cos": cos, "sin": sin}
     given |= {"bias": bias.reshape(-1, head_dim)} if bias is not None else {}
     given |= {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
     given |= _padded_sinks(sinks, kv, num_heads)
     out, kv = _attend(
-        kv, make_work(kv_lens, sliding_window, how["cuts"]), page_table, given,
-        scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps, **how,
+        kv, make_work(kv_lens, sliding_window, cuts), page_table, given,
+        cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps,
     )  # fmt: skip
     return out.reshape(rows, num_heads, head_dim), kv
 
@@ -698,18 +745,12 @@ def _padded_sinks(sinks: Array | None, kv: KVPages, num_heads: int) -> dict[str,
     return {"sinks": jnp.pad(sinks, ((0, 0), (0, 0), (0, HEAD_ROWS - sinks.shape[2]))).reshape(kv_heads, -1)}
 
 
-def _how(
-    kv: KVPages, page_table: Array, group: int, tuning: DecodeTuning, sliding_window: int | None
-) -> dict[str, Any]:
-    """Static choices. Raises ValueError for shapes that the kernel does not take."""
+def _cuts(kv: KVPages, page_table: Array, group: int, tuning: DecodeTuning, sliding_window: int | None) -> Cuts:
+    """Raises ValueError for shapes that the kernel does not take."""
     _, kv_heads, page_size, head_dim = kv.k.shape
     if reason := unsupported(dtype=str(kv.k.dtype), head_dim=head_dim, group=group):
         raise ValueError(f"paged decode on mosaic_gpu: {reason}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"paged decode on mosaic_gpu: page size must be one of {PAGE_SIZES}, got {page_size}")
     rows, width = page_table.shape
-    return {
-        "cuts": tuning.cuts(rows, kv_heads, longest_row(width, page_size, sliding_window)),
-        "stages": tuning.stages_of(rows, kv_heads, head_dim),
-        "overlap": tuning.overlap,
-    }
+    return tuning.cuts(rows, kv_heads, head_dim, longest_row(width, page_size, sliding_window))

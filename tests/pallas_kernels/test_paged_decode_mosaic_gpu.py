@@ -1,6 +1,7 @@
 """The decode kernel in the GPU interpreter, its work list, and its lowering for CUDA from a host without a GPU."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ from rope_cases import RopeCase, make_rope_step, qkv_error
 from jaxserve.pallas_kernels import kernel_hash, reference
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as kernel
 
-SMALL = kernel.DecodeTuning(target_ctas=4, min_tiles=1)  # few items, so that the interpreter is quick, yet rows split
+# Few workers, so that the interpreter is quick, yet rows split.
+SMALL = kernel.DecodeTuning(ctas_each=1, min_tiles=1, multiprocessors=4)
 
 # The interpreter takes seconds per case, so each holds many conditions; a real GPU runs the whole matrix. Rows with one
 # item and rows that are split, in any order; heads that fill a tile of 8 or 16 and heads that do not.
@@ -59,21 +61,31 @@ def test_rows_that_nothing_can_split_take_one_kernel():
     assert error_of(got, step) < TOLERANCE[case.dtype]
 
 
-def test_heavy_items_come_first_in_batches_that_fill_the_card():
-    case = Case(decode=(3, 1100, 0, 200), page_size=64, head_dim=64, group=2, kv_heads=1, dtype="bfloat16")
-    step, tuning = make_step(case), kernel.DecodeTuning(target_ctas=2, min_tiles=1)
+def test_one_worker_takes_rows_and_parts_of_rows_one_after_the_other():
+    """More tiles than the ring holds, so that a row begins at any stage."""
+    case = Case(decode=(3, 600, 0, 1500, 64, 1), page_size=64, head_dim=64, group=2, kv_heads=1, dtype="bfloat16")
+    step, tuning = make_step(case), replace(SMALL, stages=3, multiprocessors=2)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = decode(step, tuning)(*arguments(step))
-    work = kernel.decode_work(step.meta.kv_lens, step.meta.page_table, kv_heads=1, page_size=64, tuning=tuning)
-    assert work.items[:, 0].tolist() == [1, 1, 3, 0, 2, 0] and work.splits.tolist()[0] == [1, 2]
+    work = make_work(step, tuning)
+    assert work.cuts[:, :2].tolist() == [[0, 0], [3, 7], [6, 0]]
+    assert work.splits.tolist() == [[3, 2]] and work.num_splits.tolist() == [1]
     assert error_of(got, step) < TOLERANCE[case.dtype]
+
+
+def make_work(step, tuning):
+    _, kv_heads, page_size, head_dim = step.kv.k.shape
+    return kernel.decode_work(
+        step.meta.kv_lens, step.meta.page_table, kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
+        tuning=tuning,
+    )  # fmt: skip
 
 
 def test_work_may_be_made_once_for_all_layers():
     case = Case(decode=(200, 64), page_size=64, head_dim=64, kv_heads=1, dtype="bfloat16")
     step = make_step(case)
     q, kv, table, lens = arguments(step)
-    work = kernel.decode_work(lens, table, kv_heads=1, page_size=64, tuning=SMALL)
+    work = make_work(step, SMALL)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = jax.jit(lambda work: kernel.decode_attention(q, kv, table, lens, scale=case.scale, tuning=SMALL,
                                                            work=work))(work)  # fmt: skip
@@ -95,12 +107,6 @@ def test_kernels_lower_for_cuda_from_a_cpu_host(page_size, head_dim, group):
     step = make_step(Case(decode=(700, 3), page_size=page_size, head_dim=head_dim, group=group, dtype="bfloat16",
                           sliding_window=640, softcap=30.0, sinks=group % 2 == 0))  # fmt: skip
     module = export_for_cuda(decode(step, kernel.DecodeTuning()), *arguments(step))
-    assert module.count("@mosaic_gpu_v2") == 2
-
-
-def test_kernels_that_overlap_lower_for_cuda():
-    step = make_step(Case(decode=(700, 3), page_size=64, dtype="bfloat16"))
-    module = export_for_cuda(decode(step, kernel.DecodeTuning(overlap=True)), *arguments(step))
     assert module.count("@mosaic_gpu_v2") == 2
 
 
@@ -132,59 +138,86 @@ def test_kernel_hash_does_not_depend_on_what_was_traced_before():
 
 
 @pytest.mark.parametrize("sliding_window", [None, 1, 100, 5000])
-@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 8), (1, 1), (5, 1), (64, 8), (300, 2)])
-def test_work_items_cover_each_needed_tile_once(rows, kv_heads, sliding_window):
+@pytest.mark.parametrize(("rows", "kv_heads"), [(1, 8), (1, 1), (5, 1), (64, 8), (300, 2), (200, 32)])
+def test_workers_cover_each_needed_tile_once(rows, kv_heads, sliding_window):
     rng = np.random.default_rng(rows)
-    cuts = kernel.DecodeTuning().cuts(rows, kv_heads, kernel.longest_row(30_000 // 16, 16, sliding_window))
+    cuts = kernel.DecodeTuning().cuts(rows, kv_heads, 128, kernel.longest_row(30_000 // 16, 16, sliding_window))
     make = jax.jit(lambda lens: kernel.make_work(lens, sliding_window, cuts))
-    for longest in (1, 64, 700, 30_000):
+    for longest in (0, 1, 64, 700, 30_000):
         lens = rng.integers(0, longest, rows, endpoint=True)
         lens[-1] = longest
         lens[: rows // 4] = 0
         work = jax.tree.map(np.asarray, make(jnp.asarray(lens, jnp.int32)))
-        assert len(work.items) == rows + cuts.spare_items
-        sizes = work.items[:, 2] - work.items[:, 1]
-        real = work.items[:, 3] != kernel.NOTHING
-        assert not sizes[~real].any() and (not cuts.heavy_first or (np.diff(sizes) <= 0).all())
-        split = dict(work.splits[: work.num_splits[0]])
-        slots = []
-        for row, n in enumerate(lens):
-            own = work.items[real & (work.items[:, 0] == row)]
-            own = own[np.lexsort((own[:, 2], own[:, 1]))]
-            assert len(own) == split.get(row, 1) <= cuts.max_splits
-            first = 0 if sliding_window is None else max(0, n - sliding_window) // kernel.KV_TILE
-            tiles = [tile for _, begin, end, *_ in own for tile in range(begin, end)]
-            assert (own[:, 4] == n).all()
-            assert tiles == list(range(first, -(-n // kernel.KV_TILE)))
-            if row in split:
-                assert (own[:, 2] - own[:, 1] >= cuts.min_tiles).all()
-                place = list(split).index(row) * cuts.slots_per_row
-                assert own[:, 3].tolist() == list(range(place, place + len(own)))
-                slots += own[:, 3].tolist()
-            else:
-                assert own[0, 3] == kernel.WHOLE
-        assert len(set(slots)) == len(slots) and max(slots, default=0) < len(work.splits) * cuts.slots_per_row
+        tiles = tiles_of(lens, sliding_window)
+        found, slots = {}, {}
+        for _, row, first, last, slot in parts_of(work, tiles):
+            assert found.get(row, 0) == first and last <= tiles[row]
+            found[row] = last
+            if slot != kernel.WHOLE:
+                assert first < last
+                slots.setdefault(row, []).append(slot)
+        assert found == dict(enumerate(tiles))
+        used = [slot for own in slots.values() for slot in own]
+        assert len(set(used)) == len(used) and max(used, default=0) < len(work.splits) * cuts.slots_per_row
+        assert work.splits[: work.num_splits[0]].tolist() == [[row, len(own)] for row, own in slots.items()]
+        for nth, own in enumerate(slots.values()):
+            assert own == list(range(nth * cuts.slots_per_row, nth * cuts.slots_per_row + len(own)))
+            assert 1 < len(own) <= cuts.max_splits
+
+
+def tiles_of(lens, sliding_window=None):
+    first = 0 if sliding_window is None else np.maximum(lens - sliding_window, 0) // kernel.KV_TILE
+    return -(-lens // kernel.KV_TILE) - first
+
+
+def parts_of(work, tiles):
+    """As the kernel reads it: worker, row, tiles of that row from and to, slot."""
+    for worker, ((row, before, offset), (last_row, last_before, last_offset)) in enumerate(
+        zip(work.cuts, work.cuts[1:])
+    ):
+        for r in range(row, last_row + (last_before > 0)):
+            first, last = before if r == row else 0, last_before if r == last_row else tiles[r]
+            part = first > 0 or last < tiles[r]
+            slot = worker + (last_offset if r == last_row else offset) if part else kernel.WHOLE
+            yield worker, r, int(first), int(last), int(slot)
+
+
+@pytest.mark.parametrize(
+    ("lens", "kv_heads"),
+    [([640] * 256, 8), ([640] * 256, 2), ([640] * 64, 8), (range(256, 768, 8), 8), (range(256, 768, 2), 8),
+     ([60_000] + [100] * 255, 8), ([60_000] * 2, 4)],
+)  # fmt: skip
+def test_workers_have_about_the_same_to_do(lens, kv_heads):
+    lens = np.array(lens)
+    work, tiles = work_of(lens, kv_heads), tiles_of(lens)
+    done = np.zeros(len(work.cuts) - 1)
+    for worker, _, first, last, _ in parts_of(work, tiles):
+        done[worker] += last - first + 1
+    assert done.max() <= 1.45 * (tiles + 1).sum() / len(done)
 
 
 def work_of(lens, kv_heads, width=1024):
     table = jnp.zeros((len(lens), width), jnp.int32)
-    make = jax.jit(kernel.decode_work, static_argnames=("kv_heads", "page_size"))
-    return make(jnp.array(lens, jnp.int32), table, kv_heads=kv_heads, page_size=64)
+    make = jax.jit(kernel.decode_work, static_argnames=("kv_heads", "head_dim", "page_size"))
+    work = make(jnp.array(lens, jnp.int32), table, kv_heads=kv_heads, head_dim=128, page_size=64)
+    return jax.tree.map(np.asarray, work)
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_small_batches_fill_the_card(kv_heads):
     work = work_of([64 * 1024], kv_heads)
-    assert int(work.splits[0, 1]) * kv_heads >= 120
+    assert work.splits[0, 1] * kv_heads >= 120
 
 
-@pytest.mark.parametrize(("rows", "kv_heads", "length"), [(256, 8, 2048), (256, 2, 430), (64, 8, 512), (8, 8, 300)])
+@pytest.mark.parametrize(("rows", "kv_heads", "length"), [(256, 8, 2048), (256, 8, 430), (64, 8, 512), (8, 8, 100)])
 def test_equal_rows_that_are_short_or_fill_the_card_are_not_split(rows, kv_heads, length):
-    assert int(work_of([length] * rows, kv_heads).num_splits[0]) == 0
+    assert work_of([length] * rows, kv_heads).num_splits[0] == 0
 
 
-def test_one_very_long_row_of_a_large_batch_is_split():
-    assert int(work_of([60_000] + [100] * 255, 8).splits[0, 1]) == 4
+def test_a_large_batch_of_short_rows_takes_one_kernel():
+    case = Case(decode=(70,) * 150, page_size=64, head_dim=128, group=4, kv_heads=8, dtype="bfloat16")
+    step = make_step(case)
+    assert len(hashes(export_for_cuda(decode(step, kernel.DecodeTuning()), *arguments(step)))) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,7 +263,8 @@ def test_the_projection_lowers_for_cuda_as_one_kernel_that_writes_in_place():
     found = []
     for rope_case in QKV_CASES:
         step = make_rope_step(rope_case)
-        module = export_for_cuda(call_qkv(step, rope_case.case, kernel.DecodeTuning()), *step.arguments, donate=1)
+        tuning = kernel.DecodeTuning(min_tiles=16)  # nothing to split
+        module = export_for_cuda(call_qkv(step, rope_case.case, tuning), *step.arguments, donate=1)
         found.append((module.count("@mosaic_gpu_v2"), re.findall(r"tf.aliasing_output = (\d)", module)))
         assert re.findall(r"output_operand_alias<output_tuple_indices = \[(\d)\]", module)[:2] == ["1", "2"]
     assert found == [(1, ["1", "2"])] * 3
