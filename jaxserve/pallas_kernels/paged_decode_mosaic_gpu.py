@@ -163,7 +163,7 @@ def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     ends = jnp.sum(jnp.where(up_to, tiles + 1, 0), axis=1, dtype=jnp.int32)  # i32[S] of each row's costs
     least = cuts.min_tiles
     if cuts.max_splits > 1:
-        least = jnp.maximum(least, ceil_div(jnp.max(tiles) + 1, cuts.max_splits - 1))
+        least = jnp.maximum(least, -(-(jnp.max(tiles) + 1) // (cuts.max_splits - 1)))
     total = jnp.maximum(ends[-1], workers * least)
     at = jnp.arange(workers + 1, dtype=jnp.int32) * (total // workers) + jnp.minimum(
         jnp.arange(workers + 1, dtype=jnp.int32), total % workers

@@ -68,7 +68,7 @@ def test_one_worker_takes_rows_and_parts_of_rows_one_after_the_other():
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = decode(step, tuning)(*arguments(step))
     work = make_work(step, tuning)
-    assert work.cuts[:, :2].tolist() == [[0, 0], [3, 7], [6, 0]]
+    assert work.cuts[:, :2].tolist() == [[0, 0], [3, 10], [6, 0]]
     assert work.splits.tolist() == [[3, 2]] and work.num_splits.tolist() == [1]
     assert error_of(got, step) < TOLERANCE[case.dtype]
 
