@@ -66,7 +66,7 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 COMBINE_CTAS = 2 * MULTIPROCESSORS
 SHORT = 64  # KV tiles of a row that holds up nothing where each worker has ROWS_EACH rows
 ROWS_EACH = 4
-CLEAN_SHARE = 3  # a cut nearer to a row's begin or end than this part of a worker's work moves there
+CLEAN_SHARE = 2  # a cut nearer to a row's begin or end than this part of a worker's work moves there
 LOG2E = math.log2(math.e)
 
 
