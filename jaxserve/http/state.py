@@ -79,6 +79,7 @@ BODY_BYTES = web.RequestKey("body_bytes", int)  # the size of what read_object()
 
 
 ENCODINGS = ("identity", "gzip", "deflate")
+MAX_GZIP_MEMBERS = 16  # one behind the other; each costs a copy of what follows
 BODY_TIMEOUT_S = 120.0  # that a client may take to send a body
 
 
@@ -124,14 +125,17 @@ def _inflated(body: bytes, encoding: str, limit: int) -> bytes:
     """Not left to aiohttp, which takes encodings by what is installed, and tells in words only which it lacks."""
     bare = body[0] & 0xF != zlib.DEFLATED  # deflate without the header that it should have: some clients send it so
     wbits = 16 + zlib.MAX_WBITS if encoding == "gzip" else -zlib.MAX_WBITS if bare else zlib.MAX_WBITS
-    stream = zlib.decompressobj(wbits)
-    try:
-        data = stream.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise RequestError(f"the request body cannot be decoded: {error}") from None
-    if len(data) > limit:
-        raise body_too_large(limit)
-    if not stream.eof or stream.unused_data:
-        what = "more follows its end" if stream.eof else "it is cut off"
-        raise RequestError(f"the request body cannot be decoded: as {encoding}, {what}")
-    return data
+    data = b""
+    for _ in range(MAX_GZIP_MEMBERS if encoding == "gzip" else 1):
+        stream = zlib.decompressobj(wbits)
+        try:
+            data += stream.decompress(body, limit + 1 - len(data))
+        except zlib.error as error:
+            raise RequestError(f"the request body cannot be decoded: {error}") from None
+        if len(data) > limit:
+            raise body_too_large(limit)
+        if not stream.eof:
+            raise RequestError(f"the request body cannot be decoded: as {encoding}, it is cut off")
+        if not (body := stream.unused_data):
+            return data
+    raise RequestError(f"the request body cannot be decoded: as {encoding}, more follows its end")

@@ -228,6 +228,7 @@ async def test_chunks_without_end(small, connect):
     [
         (b"gzip", gzip.compress(BODY)),
         (b"GZIP", gzip.compress(BODY)),
+        (b"gzip", gzip.compress(BODY[:9]) + gzip.compress(BODY[9:])),
         (b"deflate", zlib.compress(BODY)),
         (b"deflate", zlib.compress(BODY, wbits=-15)),
         (b"identity", BODY),
@@ -248,7 +249,9 @@ async def test_compressed_bodies(small, connect, encoding, data):
         (b"deflate", b"zz", 400),
         (b"deflate", zlib.compress(BODY)[:-1], 400),
         (b"gzip", gzip.compress(BODY) + b" ", 400),
-        (b"gzip", gzip.compress(BODY) * 2, 400),
+        (b"gzip", gzip.compress(BODY) + gzip.compress(b"")[:-1], 400),
+        (b"gzip", gzip.compress(BODY) + gzip.compress(b"") * 16, 400),
+        (b"deflate", zlib.compress(BODY) + zlib.compress(b""), 400),
         (b"rot13", BODY, 415),
         (b"br", BODY, 415),
         (b"zstd", BODY, 415),
