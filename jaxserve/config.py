@@ -7,9 +7,10 @@ import argparse
 import dataclasses
 import difflib
 import json
+import math
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -318,9 +319,16 @@ def unknown_option(given: str, known: Iterable[str]) -> str:
     return f"unknown option {(dashes + name)!r}{hint}"
 
 
-def checked(f: dataclasses.Field, value: Any) -> Any:
-    """The value of option `f`, given as text, from YAML or from Python. Raises ConfigError naming the flag."""
+def checked(f: dataclasses.Field, value: Any, *, show: Callable[[Any], str] = repr) -> Any:
+    """The value of option `f`, given as text, from YAML or from Python. Raises ConfigError naming the flag.
+
+    `show`: a value as who gave it writes it.
+    """
     flag, kinds = flag_of(f), str(f.type)
+
+    def got(bad: Any) -> str:
+        return show(bad) + _leave_out(bad)
+
     if value is None and "None" in kinds:
         return None
     if f.default_factory is list:
@@ -329,37 +337,37 @@ def checked(f: dataclasses.Field, value: Any) -> Any:
             try:
                 value = [each for v in value for each in (parse(v) if isinstance(v, str) else [v])]
             except ValueError:
-                raise ConfigError(f"{flag}: not a JSON list of texts: {value!r}", param=f.name) from None
+                raise ConfigError(f"{flag}: not a JSON list of texts: {show(value)}", param=f.name) from None
         if bad := [v for v in value if not isinstance(v, str)]:
-            raise ConfigError(f"{flag} must be text (in YAML: in quotes), got {bad[0]!r}", param=f.name)
+            raise ConfigError(f"{flag} must be text (in YAML: in quotes), got {got(bad[0])}", param=f.name)
         return list(value)
     if f.type is bool:
         if not isinstance(value, bool):
-            raise ConfigError(f"{flag} must be true or false, got {value!r}", param=f.name)
+            raise ConfigError(f"{flag} must be true or false, got {got(value)}", param=f.name)
         return value
     if "int" in kinds or "float" in kinds:
-        value = _number(f, value)
+        value = _number(f, value, got)
     elif not isinstance(value, str):
-        raise ConfigError(f"{flag} must be text (in YAML: in quotes), got {value!r}", param=f.name)
-    _check_limits(f, value)
+        raise ConfigError(f"{flag} must be text (in YAML: in quotes), got {got(value)}", param=f.name)
+    _check_limits(f, value, show)
     return value
 
 
-def _number(f: dataclasses.Field, value: Any) -> Any:
+def _number(f: dataclasses.Field, value: Any, got: Callable[[Any], str]) -> Any:
     flag = flag_of(f)
     whole = "float" not in str(f.type)
     wanted = "a whole number" if whole else "a number"
     if value is None or isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ConfigError(f"{flag} must be {wanted}, got {value!r}", param=f.name)
+        raise ConfigError(f"{flag} must be {wanted}, got {got(value)}", param=f.name)
     if isinstance(value, str) or f.metadata["parse"]:
         try:
             value = _parser_of(f)(value)
         except ConfigError as error:
             raise ConfigError(f"{flag}: {error.message}{_leave_out(value)}", param=f.name) from None
         except ValueError:
-            raise ConfigError(f"{flag} must be {wanted}, got {value!r}{_leave_out(value)}", param=f.name) from None
+            raise ConfigError(f"{flag} must be {wanted}, got {got(value)}", param=f.name) from None
     if whole and isinstance(value, float):
-        raise ConfigError(f"{flag} must be {wanted}, got {value!r}", param=f.name)
+        raise ConfigError(f"{flag} must be {wanted}, got {got(value)}", param=f.name)
     return value
 
 
@@ -369,10 +377,10 @@ def _leave_out(value: Any) -> str:
     return "; leave the option out for its default" if asks_for_nothing else ""
 
 
-def _check_limits(f: dataclasses.Field, value: Any) -> None:
+def _check_limits(f: dataclasses.Field, value: Any, show: Callable[[Any], str]) -> None:
     flag = flag_of(f)
     if (choices := f.metadata["choices"]) and value not in choices:
-        raise ConfigError(f"{flag} must be one of {', '.join(map(str, choices))}, got {value!r}", param=f.name)
+        raise ConfigError(f"{flag} must be one of {', '.join(map(str, choices))}, got {show(value)}", param=f.name)
     if isinstance(value, str):
         return
     for key, sign, holds in (
@@ -381,7 +389,7 @@ def _check_limits(f: dataclasses.Field, value: Any) -> None:
         ("le", "at most", lambda v, x: v <= x),
     ):
         if (limit := f.metadata.get(key)) is not None and not holds(value, limit):
-            raise ConfigError(f"{flag} must be {sign} {limit}, got {value}", param=f.name)
+            raise ConfigError(f"{flag} must be {sign} {limit}, got {show(value)}", param=f.name)
 
 
 def _parser_of(f: dataclasses.Field) -> Any:
@@ -483,17 +491,27 @@ def _read_yaml(path: Path, known: dict[str, dataclasses.Field]) -> dict[str, Any
         raise ConfigError(f"--config {path}: option {twice[0]!r} is given twice", param="config")
     values = {}
     for key, value in loaded.items():
-        name = str(key).replace("-", "_")
+        key = key if isinstance(key, str) else _in_yaml(key)
+        name = key.replace("-", "_")
         if name not in known:
-            written = [k.replace("_", "-") for k in known] if "-" in str(key) else known
-            raise ConfigError(f"--config {path}: {unknown_option(str(key), written)}", param="config")
+            written = [k.replace("_", "-") for k in known] if "-" in key else known
+            raise ConfigError(f"--config {path}: {unknown_option(key, written)}", param="config")
         if name in values:
             raise ConfigError(f"--config {path}: option {key!r} is given twice", param="config")
         try:
-            values[name] = checked(known[name], value)
+            values[name] = checked(known[name], value, show=_in_yaml)
         except ConfigError as error:
             raise ConfigError(f"--config {path}: {error.message}", param=name) from None
     return values
+
+
+def _in_yaml(value: Any) -> str:
+    """A value as YAML writes it: null, true."""
+    import yaml
+
+    if isinstance(value, str):
+        return repr(value)
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).strip().removesuffix("\n...")
 
 
 def _why_not_yaml(error: Exception) -> str:

@@ -23,6 +23,12 @@ limit and given value. `ErrorInfo` is the same thing as plain data, to cross a p
 
 from dataclasses import dataclass
 
+# A message shows a value as its reader writes it: a RequestError in Python says None, the answer over HTTP null. Until
+# it is known who reads, a character that repr() never leaves in a text stands for such a word (request.short).
+NONE, TRUE, FALSE = "\ue000", "\ue001", "\ue002"
+_IN_PYTHON = str.maketrans({NONE: "None", TRUE: "True", FALSE: "False"})
+_IN_JSON = str.maketrans({NONE: "null", TRUE: "true", FALSE: "false"})
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
@@ -58,19 +64,23 @@ class JaxserveError(Exception):
     status = 500
     type = "InternalServerError"
     retry_after_s: int | None = None
+    _words = _IN_JSON  # of values in the message, which mostly come from files
 
     def __init__(self, message: str, *, param: str | None = None):
-        super().__init__(message)
-        self.message = message
+        self.message = message.translate(self._words)
+        super().__init__(self.message)
         self.param = param
+        self._in_json = message.translate(_IN_JSON)
 
     def info(self) -> ErrorInfo:
-        return ErrorInfo(self.message, self.type, self.param, self.status, self.retry_after_s)
+        """As a client is told, in the words of JSON."""
+        return ErrorInfo(self._in_json, self.type, self.param, self.status, self.retry_after_s)
 
 
 class RequestError(JaxserveError, ValueError):
     """The request cannot be served as it was given."""
 
+    _words = _IN_PYTHON
     status = 400
     type = "BadRequestError"
 

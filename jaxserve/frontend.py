@@ -105,7 +105,7 @@ class Frontend:
             self.default_params()
         except RequestError as error:
             raise ConfigError(
-                f"the model's generation_config.json is bad: {error.message}", param=error.param
+                f"the model's generation_config.json is bad: {error.info().message}", param=error.param
             ) from None
         if (count := len(self.eos_ids)) > MAX_EOS_IDS:
             raise ConfigError(f"the model has {count} end-of-sequence tokens; at most {MAX_EOS_IDS} are supported")

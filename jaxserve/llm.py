@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -206,11 +206,13 @@ class LLM:
     ) -> list[tuple[str | list[int], bool]]:
         """The prompt of each conversation."""
         offered = None if tools is None else [tool.for_template() for tool in check_tools(tools)]
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        conversations = _listed(messages)
+        if not isinstance(conversations, list) or conversations and not isinstance(_listed(conversations[0]), list):
+            conversations = [conversations]
         return [
             (
                 self._frontend.render_chat(
-                    list(conversation),
+                    _listed(conversation),
                     add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message,
                     chat_template=chat_template,
@@ -354,9 +356,19 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)) or prompts and isinstance(prompts[0], int):
+    if (
+        isinstance(prompts, (str, Mapping))
+        or not isinstance(prompts, Iterable)
+        or prompts
+        and isinstance(prompts[0], int)
+    ):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _listed(value: Any) -> Any:
+    """A sequence as a list; anything else, a text too, as it is, to be refused where its place has a name."""
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
 
 
 def _texts(prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | list[int], bool]]:

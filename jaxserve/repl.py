@@ -16,7 +16,8 @@ from typing import Any
 
 from jaxserve.api_client import ApiClient
 from jaxserve.config import cache_dir, client_api_key
-from jaxserve.errors import JaxserveError
+from jaxserve.errors import ConfigError, JaxserveError, RequestError
+from jaxserve.request import check_limits
 
 PORT = 8000
 HISTORY_LINES = 1000
@@ -120,7 +121,18 @@ class Answer:
         return f"[{tokens if tokens is not None else '?'} tokens, first after {first_s:.2f} s{speed}]"
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what no server takes, or JSON cannot say. How much is too much the server knows."""
+    limits = {"port": (int, {"ge": 1, "le": 65535}), "max_tokens": (int, {"ge": 1}), "temperature": (float, {"ge": 0})}
+    for name, (kind, limit) in limits.items():
+        try:
+            check_limits(f"--{name.replace('_', '-')}", getattr(args, name), kind | None, limit)
+        except RequestError as error:
+            raise ConfigError(error.message, param=name) from None
+
+
 def _run(args: argparse.Namespace, mode: Completion | Chat) -> int:
+    _check(args)
     with asyncio.Runner() as runner:
         client = runner.run(_connect(args))
         try:

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from jaxserve.control import Command
-from jaxserve.errors import ErrorInfo, RequestError
+from jaxserve.errors import FALSE, NONE, TRUE, ErrorInfo, RequestError
 
 MAX_LOGPROBS = 20  # candidates returned per token at most
 MAX_STOP_IDS = 64  # stop_token_ids plus EOS ids, per request: the device masks them until there are min_tokens
@@ -299,22 +299,22 @@ def item_type(annotation: Any) -> type | None:
     return None
 
 
-class _JsonWords(reprlib.Repr):
-    """Python's way to show a value, cut short, but with the words of JSON, also inside lists and objects."""
+class _Words(reprlib.Repr):
+    """Python's way to show a value, cut short, but for words that the error chooses, also inside lists and dicts."""
 
     def repr_NoneType(self, value: None, level: int) -> str:
-        return "null"
+        return NONE
 
     def repr_bool(self, value: bool, level: int) -> str:
-        return "true" if value else "false"
+        return TRUE if value else FALSE
 
 
-_JSON_WORDS = _JsonWords()
+_WORDS = _Words()
 
 
 def short(value: Any, limit: int = 60) -> str:
-    """A value as an error message may show it: never the whole of a large body; None as null, as clients wrote it."""
-    text = repr(value[:limit]) if isinstance(value, str) else _JSON_WORDS.repr(value)
+    """A value as the message of a JaxserveError may show it (see errors.NONE): never the whole of a large body."""
+    text = repr(value[:limit]) if isinstance(value, str) else _WORDS.repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -188,7 +188,7 @@ def read_lines(source: BinaryIO, done: Done) -> Iterator[Line | Record | None]:
                 raise RequestError(f"custom_id {short(line.custom_id)} is already that of another line")
             seen.add(line.custom_id)
         except RequestError as error:
-            bad = Record(custom_id=_custom_id(raw), error=LineError("invalid_line", error.message, number))
+            bad = Record(custom_id=_custom_id(raw), error=LineError("invalid_line", error.info().message, number))
             yield None if number in done.lines else bad
         else:
             yield None if line.custom_id in done.custom_ids else line

@@ -385,6 +385,9 @@ def test_a_base_url_with_v1_gets_a_hint(stand_in, capsys):
     [
         (["--request-rate", "0"], "--request-rate must be positive"),
         (["--burstiness", "0"], "--burstiness must be positive"),
+        (["--temperature", "nan"], "--temperature must be finite, got nan"),
+        (["--top-p", "inf"], "--top-p must be finite, got inf"),
+        (["--repetition-penalty=-inf"], "--repetition-penalty must be finite, got -inf"),
         (["--max-concurrency", "0"], "--max-concurrency must be positive"),
         (["--extra-body", "{"], "--extra-body is not JSON"),
         (["--extra-body", "[]"], "--extra-body must be a JSON object"),

@@ -265,6 +265,28 @@ def test_a_port_or_a_url_without_v1_will_do(stand_in, command: str):
     assert done.returncode == 2 and "not allowed with argument" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["chat", "complete"])
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("temperature", "nan", "must be finite, got nan"),
+        ("temperature", "inf", "must be finite, got inf"),
+        ("temperature", "-inf", "must be finite, got -inf"),
+        ("temperature", "1e999", "must be finite, got inf"),
+        ("temperature", "-1", "must be at least 0, got -1.0"),
+        ("max-tokens", "0", "must be at least 1, got 0"),
+        ("max-tokens", "-1", "must be at least 1, got -1"),
+        ("port", "0", "must be at least 1, got 0"),
+        ("port", "65536", "must be at most 65535, got 65536"),
+    ],
+)
+def test_a_bad_option_is_named_before_a_server_is_asked(stand_in, command: str, flag: str, value: str, words: str):
+    where = [] if flag == "port" else ["--url", stand_in.url]
+    done = run(command, *where, f"--{flag}={value}", "-q", "hi")
+    assert (done.returncode, done.stderr) == (2, f"jaxserve: error: --{flag} {words}\n")
+    assert not stand_in.bodies
+
+
 def test_a_url_with_another_path_gets_a_hint(stand_in):
     done = run("complete", "--url", f"{stand_in.url}/api", "-q", "hi")
     assert done.returncode == 1

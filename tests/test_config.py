@@ -4,8 +4,10 @@ import argparse
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from jaxserve import config
 from jaxserve.config import EngineConfig, ServeConfig, parse_size, size_text
@@ -178,6 +180,7 @@ def test_yaml_values_and_flags_over_them(tmp_path: Path):
         ("port: true", "whole number"),
         ("api-key: [1234]", "in quotes"),
         ("revision: 1.0", "in quotes"),
+        ("gpu-memory-utilization: .nan", r"must be greater than 0, got \.nan$"),
         ("page-size: 32\npage_size: 64", "given twice"),
         ("port: 1\nport: 2", "option 'port' is given twice"),
         ("port: 1\n'port': 1", "option 'port' is given twice"),
@@ -189,6 +192,35 @@ def test_bad_yaml_names_the_file(text: str, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message) as caught:
         parsed("--config", str(file))
     assert str(file) in caught.value.message
+
+
+@pytest.mark.parametrize("value", [None, [None], True, {"a": False}])
+@pytest.mark.parametrize("field", dataclasses.fields(ServeConfig), ids=lambda f: f.name)
+def test_errors_of_a_file_speak_yaml_and_those_of_keywords_python(field: dataclasses.Field, value: Any, tmp_path: Path):
+    file = tmp_path / "options.yaml"
+    file.write_text(yaml.safe_dump({field.name: value}))
+    try:
+        config.checked(field, value)
+    except ConfigError as error:
+        in_python = error.message
+    else:
+        return  # it may be that
+    inner = value[0] if isinstance(value, list) and field.default_factory is list else value
+    assert f"got {inner!r}" in in_python
+    with pytest.raises(ConfigError) as caught:
+        parsed("--config", str(file))
+    in_yaml = {"None": "null", "True": "true", "[None]": "[null]", "{'a': False}": "{a: false}"}
+    assert f"got {in_yaml[str(inner)]}" in caught.value.message
+    assert not re.search(r"None|True|False", caught.value.message.replace(str(file), ""))
+    assert ("leave the option out for its default" in caught.value.message) == (inner is None)
+
+
+@pytest.mark.parametrize(("key", "shown"), [("null", "null"), ("~", "null"), ("yes", "true")])
+def test_a_key_that_is_no_text_is_shown_as_yaml_writes_it(key: str, shown: str, tmp_path: Path):
+    file = tmp_path / "options.yaml"
+    file.write_text(f"? {key}\n: 1")
+    with pytest.raises(ConfigError, match=re.escape(f"unknown option {shown!r}")):
+        parsed("--config", str(file))
 
 
 @pytest.mark.parametrize("names", [[""], [" "], ["m", "\t"]])

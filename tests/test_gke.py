@@ -1,11 +1,15 @@
-"""docs/gke.yaml: each object against the schema of Kubernetes, and what in it belongs together."""
+"""docs/gke.yaml and gke-lws.yaml: each object against its schema, and what in them belongs together."""
 
 import argparse
+import copy
 import math
 import re
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -16,7 +20,16 @@ from jaxserve.tpu_topology import CHIPS, slices
 
 DOCS = Path(__file__).parent.parent / "docs"
 VERSION = "1.33"
-OBJECTS = {each["kind"]: each for each in yaml.safe_load_all((DOCS / "gke.yaml").read_text())}
+
+
+def objects(name: str) -> dict[str, dict[str, Any]]:
+    """The objects of a manifest in docs, by kind."""
+    return {each["kind"]: each for each in yaml.safe_load_all((DOCS / name).read_text())}
+
+
+OBJECTS = objects("gke.yaml")
+SET, SET_SERVICE = objects("gke-lws.yaml").values()
+SET_SCHEMA = yaml.safe_load((Path(__file__).parent / "leaderworkerset.yaml").read_text())
 POD: dict[str, Any] = OBJECTS["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 # What GKE calls the chips, by the names of tpu_topology.
@@ -38,6 +51,64 @@ def test_the_schema_finds_what_is_wrong():
     wrong = OBJECTS["Deployment"] | {"spec": OBJECTS["Deployment"]["spec"] | {"replica": 2}}
     with pytest.raises(kubernetes_validate.ValidationError, match="replica"):
         kubernetes_validate.validate(wrong, VERSION, strict=True)
+
+
+def check_set(manifest: dict[str, Any]) -> None:
+    """Against the fields of LeaderWorkerSet, and its pods against the schema of Kubernetes."""
+    jsonschema.validate(manifest, SET_SCHEMA)
+    pods = manifest["spec"]["leaderWorkerTemplate"]["workerTemplate"]
+    pod_template = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": pods}
+    kubernetes_validate.validate(pod_template, VERSION, strict=True)
+
+
+def test_the_schema_of_the_leader_worker_set_is_kept():
+    jsonschema.Draft202012Validator.check_schema(SET_SCHEMA)
+    check_set(SET)
+    kubernetes_validate.validate(SET_SERVICE, VERSION, strict=True)
+
+
+def names(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The paths of all fields whose names the API knows: not of labels, selectors and resources, which are free."""
+    if isinstance(value, dict) and path[-1:] not in (("labels",), ("nodeSelector",), ("requests",), ("limits",)):
+        for name, inner in value.items():
+            yield (*path, name)
+            yield from names(inner, (*path, name))
+    if isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from names(inner, (*path, i))
+
+
+@pytest.mark.parametrize("path", list(names(SET)), ids=lambda path: ".".join(map(str, path)))
+def test_each_misspelt_name_of_the_leader_worker_set_is_found(path: tuple[str | int, ...]):
+    wrong = copy.deepcopy(SET)
+    place = reduce(lambda value, name: value[name], path[:-1], wrong)
+    place[f"{path[-1]}s"] = place.pop(path[-1])
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        check_set(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("size", 0), ("size", "1"), ("restartPolicy", "Never"), ("restartPolicy", None)]
+)
+def test_wrong_values_of_the_leader_worker_set_are_found(name: str, value: Any):
+    wrong = copy.deepcopy(SET)
+    wrong["spec"]["leaderWorkerTemplate"][name] = value
+    with pytest.raises(jsonschema.ValidationError):
+        check_set(wrong)
+
+
+def test_the_leader_worker_set_has_the_pods_of_the_deployment_on_one_host():
+    template = SET["spec"]["leaderWorkerTemplate"]
+    assert template["workerTemplate"] == OBJECTS["Deployment"]["spec"]["template"]
+    assert template["size"] == 1, "jaxserve serves from one host"
+
+
+def test_the_service_of_the_leader_worker_set_finds_its_leaders_and_has_a_name_of_its_own():
+    label = "leaderworkerset.sigs.k8s.io"
+    name = SET["metadata"]["name"]
+    assert SET_SERVICE["spec"]["selector"] == {f"{label}/name": name, f"{label}/worker-index": "0"}
+    assert SET_SERVICE["metadata"]["name"] == OBJECTS["Service"]["metadata"]["name"] != name
+    assert SET_SERVICE["spec"]["ports"] == OBJECTS["Service"]["spec"]["ports"]
 
 
 def test_chips_of_node_resources_and_options_are_the_same():

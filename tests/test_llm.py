@@ -1,17 +1,21 @@
 """`LLM`: vLLM's two-line examples with the import changed, and what a list of prompts must survive."""
 
 import os
+import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from jaxserve import LLM, RequestOutputKind, SamplingParams
+from jaxserve.beam_search import BeamSearchParams
 from jaxserve.errors import EngineAsleep, RequestError
-from jaxserve.request import SequenceDelta
+from jaxserve.request import SequenceDelta, StructuredOutputsParams
 
 GOLDENS = Path(__file__).parent / "goldens"
 
@@ -62,6 +66,47 @@ def test_a_chat_shows_its_tools_to_the_template(llm):
         with pytest.raises(RequestError) as caught:
             llm.chat(messages, tools=tools, chat_template=choice, **options)
         assert caught.value.param == "tools"
+
+
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
+
+
+@pytest.mark.parametrize(
+    ("call", "shown"),
+    [
+        (lambda llm: SamplingParams(n=None), "n must be an integer, got None"),
+        (lambda llm: SamplingParams(temperature=True), "got True"),
+        (lambda llm: SamplingParams(ignore_eos=None), "ignore_eos must be a boolean, got None"),
+        (lambda llm: SamplingParams(stop=[None, False]), r"stop\[0\] must be a string, got None"),
+        (lambda llm: SamplingParams(structured_outputs={"a": [None, False]}), r"got {'a': \[None, False\]}"),
+        (lambda llm: SamplingParams(structured_outputs=StructuredOutputsParams(regex=True)), "got True"),
+        (lambda llm: BeamSearchParams(beam_width=None, max_tokens=1), "beam_width must be an integer, got None"),
+        (lambda llm: llm.generate([[5], None]), "got None"),
+        (lambda llm: llm.generate(None), "got None"),
+        (lambda llm: llm.chat(None), "messages must be a list, got None"),
+        (lambda llm: llm.chat([None]), "messages.0 must be an object with role and content, got None"),
+        (lambda llm: llm.chat([[True], user("x")]), "messages.0 must be an object with role and content, got True"),
+        (lambda llm: llm.chat(user([None])), "got None"),
+        (lambda llm: llm.chat(user({"a": True})), r"got {'a': True}"),
+        (lambda llm: llm.chat(user("x"), tools=[None]), "tools.0 must be an object, got None"),
+        (lambda llm: llm.embed("x", pooling=False), "got False"),
+    ],
+)
+def test_errors_show_values_as_python_writes_them_and_over_http_as_json(llm, call: Callable[[LLM], Any], shown: str):
+    with pytest.raises(RequestError, match=shown) as caught:
+        call(llm)
+    assert str(caught.value) == caught.value.message
+    assert not re.search(r"null|true|false|[\ue000-\uf8ff]", caught.value.message)
+    assert not re.search(r"[\ue000-\uf8ff]", caught.value.info().message)
+    assert not re.search(r"None|True|False", caught.value.info().message)
+
+
+@pytest.mark.parametrize("text", ["None", "null", "\ue000", "\ue001 \ue002", "True"])
+def test_texts_in_errors_stay_what_they_are(text: str):
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(n=text)
+    assert caught.value.message == caught.value.info().message == f"n must be an integer, got {text!r}"
 
 
 def test_an_interrupt_leaves_an_llm_that_works(llm):

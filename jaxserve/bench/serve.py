@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -128,6 +129,9 @@ def _options(args: argparse.Namespace) -> Options:
             raise ConfigError(f"--{flag} must be positive, got {value}")
     fields: dict[str, Any] = {"temperature": 0.0}
     fields |= {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+    if endless := [name for name, value in fields.items() if not math.isfinite(value)]:
+        name = endless[0]
+        raise ConfigError(f"--{name.replace('_', '-')} must be finite, got {fields[name]}")
     if args.ignore_eos:
         fields["ignore_eos"] = True
     return Options(

@@ -120,7 +120,7 @@ async def _listen(runner: web.AppRunner, config: ServeConfig, peers: Peers) -> l
     loop, manager = asyncio.get_running_loop(), runner.server
     assert manager is not None, "set up"
 
-    options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEPALIVE_S}
+    options: dict[str, Any] = {"access_log": None, "keepalive_timeout": KEEPALIVE_S, "auto_decompress": False}
 
     def connection() -> Connection:
         return Connection(manager, loop=loop, **options)

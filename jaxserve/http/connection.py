@@ -6,10 +6,9 @@ aiohttp would answer in plain text, and log a traceback per stranger who speaks 
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
 
 from jaxserve.errors import RequestError
-from jaxserve.http.errors import describe, error_response, http_error, not_an_encoding
+from jaxserve.http.errors import describe, error_response, http_error
 from jaxserve.request import short
 
 
@@ -26,10 +25,7 @@ class Connection(web.RequestHandler):
         """The answer to bytes that are no request. What a handler raises ends in the middleware, not here."""
         if request.writer.output_size > 0:
             raise ConnectionError("an answer has begun; there is no room for an error")
-        if isinstance(exc, ContentEncodingError) and "install" in exc.message:  # aiohttp means us: br, zstd
-            wanted = exc.message.partition("(")[2].partition(")")[0]
-            response = error_response(not_an_encoding(wanted).info())
-        elif status == 400:
+        if status == 400:
             reason = " ".join((message or "").split())
             response = error_response(RequestError(f"this is not a valid HTTP request: {short(reason, 200)}").info())
         else:

@@ -41,9 +41,12 @@ async def abort_requests(request: web.Request) -> web.Response:
     body, _ = server.parse(AbortBody, await read_object(request) if request.body_exists else {})
     wanted = set(body.request_ids or ())
     calls = [call for call in server.calls if not wanted or wanted & call.names]
+    aborted = sum(not call.ending for call in calls)
+    for call in calls:
+        call.ending = True
     await asyncio.gather(*(server.client.cancel(each) for call in calls for each in call.request_ids))
     others = [msgspec.json.decode(each, type=Aborted).aborted for each in await server.peers.ask(request)]
-    return _json(Aborted(aborted=len(calls) + sum(others)))
+    return _json(Aborted(aborted=aborted + sum(others)))
 
 
 @operation(reply=Success, errors=OF_ENGINE)

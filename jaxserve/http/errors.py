@@ -15,7 +15,6 @@ from jaxserve.errors import (
     NotFound,
     PayloadTooLarge,
     Unauthorized,
-    UnsupportedMediaType,
 )
 from jaxserve.request import short
 
@@ -66,11 +65,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
         return error_response(describe(error))
 
 
-ENCODINGS = ("identity", "gzip", "deflate")
-
-
-def not_an_encoding(given: str) -> UnsupportedMediaType:
-    return UnsupportedMediaType(f"the Content-Encoding must be one of {', '.join(ENCODINGS)}, got {short(given)}")
+def body_too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body is larger than the limit of {limit} bytes (--max-body-bytes)")
 
 
 def _other_route(request: web.Request) -> str:
@@ -91,8 +87,6 @@ def http_error(request: web.BaseRequest, error: web.HTTPException) -> ErrorInfo:
     if isinstance(error, web.HTTPMethodNotAllowed):
         return MethodNotAllowed(f"{place}: use {' or '.join(sorted(error.allowed_methods))}").info()
     if isinstance(error, web.HTTPRequestEntityTooLarge):
-        return PayloadTooLarge(
-            f"the request body is larger than the limit of {request.client_max_size} bytes (--max-body-bytes)"
-        ).info()
+        return body_too_large(request.client_max_size).info()
     phrase = HTTPStatus(error.status).phrase
     return ErrorInfo(phrase, phrase.title().replace(" ", "") + "Error", None, error.status)

@@ -72,6 +72,7 @@ class Generation:
         """Closes in a task of its own: a failed write and the cancel of a lost connection may come one after the other,
         and the second must not interrupt what the first began.
         """
+        self._call.ending = True
         task = asyncio.create_task(self._close(reason))
         self._server.closing.add(task)
         task.add_done_callback(self._server.closing.discard)
@@ -110,6 +111,7 @@ class Generation:
                 if shown:
                     batch.append(Shown(i, shown))
                 unfinished -= text.finished
+            self._call.ending |= not unfinished
             if batch:
                 yield batch
             if not unfinished:

@@ -227,7 +227,7 @@ class Load(Struct):
 
 
 class Aborted(Struct, kw_only=True):
-    """The answer of /abort_requests: how many calls were ended."""
+    """The answer of /abort_requests: how many calls were ended that were not ending already."""
 
     status: str = "aborted"
     aborted: int

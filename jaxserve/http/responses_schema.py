@@ -207,7 +207,8 @@ def renamed(error: RequestError) -> RequestError:
     new = old
     for pattern, name in _NAMES:
         new = re.sub(pattern, name, new)
-    message = error.message.replace(old, new) if new != old else error.message
+    message = error.info().message
+    message = message.replace(old, new) if new != old else message
     for chat_name, name in ((" max_tokens ", " max_output_tokens "), ("response_format ", "text.format ")):
         message = message.replace(chat_name, name)
     return type(error)(message, param=new or None)

@@ -74,6 +74,13 @@ class Reader:
                 return ""
         return self._text[self._at]
 
+    def peek_after(self, pattern: re.Pattern[str]) -> Steps[str]:
+        """The character behind what `pattern` (which goes character by character) matches here; nothing is read."""
+        while True:
+            match = pattern.match(self._text, self._at)
+            if match is None or match.end() < len(self._text) or not (yield from self.more()):
+                return self._text[match.end() : match.end() + 1] if match else ""
+
     def skip(self, literal: str) -> Steps[bool]:
         """Reads `literal` if that comes next. Otherwise nothing is read."""
         while not self._text.startswith(literal, self._at):

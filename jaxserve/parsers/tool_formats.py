@@ -10,10 +10,12 @@ from typing import Protocol
 from jaxserve.parsers.grammar import Lark
 from jaxserve.parsers.json_text import copy_quoted, copy_value, read_string
 from jaxserve.parsers.message import Message, call_id, short_call_id
-from jaxserve.parsers.reader import Reader, Steps
+from jaxserve.parsers.python_text import copy_literal, copy_quoted_literal, read_quoted_literal
+from jaxserve.parsers.reader import Emit, Reader, Steps
 from jaxserve.parsers.tools import Tool
 
 _WORD = re.compile(r"[\w.-]*")
+_OPENING = re.compile(r"\{[ \t\r\n]*")
 _KEYS = ("name", "arguments", "parameters", "type", "id")  # of a call that nothing else marks as one
 
 
@@ -64,10 +66,12 @@ class Read(Enum):
 def read_call(
     reader: Reader, message: Message, *, marked: bool = True, before_name: Sequence[str] = _KEYS
 ) -> Steps[Read]:
-    """Reads {"name": ..., "arguments": {...}}.
+    """Reads {"name": ..., "arguments": {...}}, also as a Python dict, of which the arguments are turned into JSON.
 
-    If it is not `marked` as a call, name and keys must be known ones, and those before the name be in `before_name`.
+    If it is not `marked` as a call, name and keys must be known ones, those before the name be in `before_name`, and a
+    type be "function".
     """
+    copy = copy_literal if (yield from reader.peek_after(_OPENING)) == "'" else copy_value
     if not (yield from reader.skip("{")):
         return Read.PLAIN
     name: str | None = None
@@ -86,14 +90,14 @@ def read_call(
         yield from reader.space()
         if (yield from reader.skip("}")):
             break
-        key = yield from read_string(reader)
+        key = yield from _read_text(reader)
         yield from reader.space()
         known = before_name if name is None else _KEYS
         if key is None or not marked and key not in known or not (yield from reader.skip(":")):
             return failed()
         yield from reader.space()
         if key == "name" and name is None:
-            found = yield from read_string(reader)
+            found = yield from _read_text(reader)
             if not found or not marked and found not in message.tools:
                 return failed()
             name = found
@@ -101,10 +105,13 @@ def read_call(
             message.begin_call(name)
             message.arguments("".join(early))
         elif key in ("arguments", "parameters") and not done:
-            if not (yield from _read_arguments(reader, write)):
+            if not (yield from _read_arguments(reader, write, copy)):
                 return failed()
             done = True
-        elif not (yield from copy_value(reader, lambda text: None)):
+        elif key == "type" and not marked:
+            if (yield from _read_text(reader)) != "function":
+                return failed()
+        elif not (yield from copy(reader, lambda text: None)):
             return failed()
         yield from reader.space()
         yield from reader.skip(",")
@@ -116,17 +123,29 @@ def read_call(
     return Read.WHOLE
 
 
-def _read_arguments(reader: Reader, write: Callable[[str], None]) -> Steps[bool]:
-    """Some models write the object as a JSON string, or null for no arguments."""
+def _read_text(reader: Reader) -> Steps[str | None]:
+    if (yield from reader.peek()) == "'":
+        return (yield from read_quoted_literal(reader))
+    return (yield from read_string(reader))
+
+
+def _read_arguments(
+    reader: Reader, write: Callable[[str], None], copy: Callable[[Reader, Emit], Steps[bool]]
+) -> Steps[bool]:
+    """Some models write the object as a string, or null for no arguments; some write a Python dict into the JSON."""
     match (yield from reader.peek()):
         case '"':
             return (yield from copy_quoted(reader, write))
-        case "n":
+        case "'":
+            return (yield from copy_quoted_literal(reader, write))
+        case "n" | "N":
             null: list[str] = []
-            whole = yield from copy_value(reader, null.append)
+            whole = yield from copy(reader, null.append)
             write("{}" if whole else "")
             return whole
-    return (yield from copy_value(reader, write))
+        case "{" if (yield from reader.peek_after(_OPENING)) == "'":
+            copy = copy_literal
+    return (yield from copy(reader, write))
 
 
 def read_calls(reader: Reader, message: Message) -> Steps[Read]:
@@ -225,7 +244,7 @@ class MarkedJson:
 class Llama3Json:
     """{"name": "f", "parameters": {}}: at the beginning, of the message or of a line, or after <|python_tag|>.
 
-    Several are parted by semicolons, or are a list. Amid a text the name comes first.
+    Several are parted by semicolons, or are a list. Amid a text the name comes first, or "type": "function" before it.
     """
 
     TAG = "<|python_tag|>"
@@ -247,7 +266,7 @@ class Llama3Json:
 
     def _read_calls(self, reader: Reader, message: Message, after: str) -> Steps[None]:
         """Reads calls as far as they go, and writes what comes between them and text."""
-        keys = ("name",) if after == self.LINE else _KEYS
+        keys = ("name", "type") if after == self.LINE else _KEYS
         marked = after == self.TAG
         listed = after != self.LINE and (yield from reader.skip("["))
         while True:
@@ -279,8 +298,10 @@ class Llama3Json:
 
     def text_grammar(self, lark: Lark, tools: Sequence[Tool]) -> str:
         """A text in which no line begins as a call does, or with calls on lines of their own."""
-        names = "|".join(tool.name for tool in tools)
-        no_call = f' & ~/(.|\\n)*\\n\\{{[ \\t\\r\\n]*"name"[ \\t\\r\\n]*:[ \\t\\r\\n]*"({names})"(.|\\n)*/'
+        names, gap = "|".join(tool.name for tool in tools), r"[ \t\r\n]*"
+        kind = rf"""["']type["']{gap}:{gap}["']function["']{gap},?{gap}"""
+        head = rf"""\{{{gap}({kind})*["']name["']{gap}:{gap}["']({names})["']"""
+        no_call = rf" & ~/(.|\n)*\n{head}(.|\n)*/"
         first, later = lark.terminal(TEXT_FIRST + no_call), lark.terminal("/(.|\\n)*/" + no_call)
 
         def call(before: str) -> str:

@@ -13,6 +13,8 @@ import zlib
 from dataclasses import dataclass
 
 import pytest
+from aiohttp import http_parser
+from aiohttp.http_exceptions import ContentEncodingError
 
 import jaxserve.http.app as http_app
 import jaxserve.http.state as http_state
@@ -226,7 +228,9 @@ async def test_chunks_without_end(small, connect):
     [
         (b"gzip", gzip.compress(BODY)),
         (b"GZIP", gzip.compress(BODY)),
+        (b"gzip", gzip.compress(BODY[:9]) + gzip.compress(BODY[9:])),
         (b"deflate", zlib.compress(BODY)),
+        (b"deflate", zlib.compress(BODY, wbits=-15)),
         (b"identity", BODY),
     ],
 )
@@ -243,6 +247,11 @@ async def test_compressed_bodies(small, connect, encoding, data):
         (b"gzip", gzip.compress(BODY)[:12] + b"\xff" * 30, 400),
         (b"gzip", gzip.compress(BODY)[:20], 400),
         (b"deflate", b"zz", 400),
+        (b"deflate", zlib.compress(BODY)[:-1], 400),
+        (b"gzip", gzip.compress(BODY) + b" ", 400),
+        (b"gzip", gzip.compress(BODY) + gzip.compress(b"")[:-1], 400),
+        (b"gzip", gzip.compress(BODY) + gzip.compress(b"") * 16, 400),
+        (b"deflate", zlib.compress(BODY) + zlib.compress(b""), 400),
         (b"rot13", BODY, 415),
         (b"br", BODY, 415),
         (b"zstd", BODY, 415),
@@ -255,6 +264,18 @@ async def test_bodies_that_are_not_compressed_as_they_say(small, connect, encodi
     assert (answer := await wire.answer()) and answer.status == status
     assert ("must be one of identity, gzip, deflate" in answer.error()["message"]) == (status == 415)
     await small.ok(TEXT, {"prompt": "still there"})
+
+
+@pytest.mark.parametrize("encoding", ["br", "zstd"])
+@pytest.mark.parametrize("installed", [False, True])
+async def test_an_encoding_is_refused_whatever_aiohttp_has_or_says(small, connect, encoding, installed, monkeypatch):
+    monkeypatch.setattr(http_parser, "HAS_BROTLI", installed)
+    monkeypatch.setattr(http_parser, "HAS_ZSTD", installed)
+    monkeypatch.setattr(http_parser, "ContentEncodingError", lambda message: ContentEncodingError("in other words"))
+    wire = await connect(small)
+    await wire.send(post(BODY, b"Content-Encoding: " + encoding.encode()))
+    assert (answer := await wire.answer()) and answer.status == 415
+    assert answer.error()["message"] == f"the Content-Encoding must be one of identity, gzip, deflate, got '{encoding}'"
 
 
 async def test_a_gzip_bomb_is_refused_before_it_goes_off(start, connect):

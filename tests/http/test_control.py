@@ -6,6 +6,7 @@ import pytest
 
 from jaxserve.control import Pause, ResetPrefixCache, Resume, Sleep, WakeUp
 from jaxserve.errors import EngineAsleep
+from jaxserve.http.sse import EventStream
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -65,6 +66,61 @@ async def test_abort_ends_a_stream(api):
         await asyncio.sleep(0.002)
     await api.ok("/abort_requests", {})
     assert (await stream)[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.fixture
+def slow_cancel(api, monkeypatch) -> asyncio.Event:
+    """While it is not set, no cancel of the engine comes back."""
+    cancel, go_on = api.engine.cancel, asyncio.Event()
+
+    async def held(*args) -> None:
+        await go_on.wait()
+        await cancel(*args)
+
+    monkeypatch.setattr(api.engine, "cancel", held)
+    return go_on
+
+
+async def test_two_aborts_at_once_count_a_call_once(api, slow_cancel):
+    api.engine.gate.clear()
+    calls = [asyncio.create_task(api.ok(TEXT, LONG)) for _ in range(2)]
+    await begun(api, 2)
+    aborts = [asyncio.create_task(api.ok("/abort_requests", {})) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    slow_cancel.set()
+    assert sum([(await abort)["aborted"] for abort in aborts]) == 2
+    assert [reasons(await call) for call in calls] == [{"abort"}] * 2
+
+
+async def test_an_abort_does_not_count_a_call_whose_client_has_gone(api, slow_cancel):
+    api.engine.gate.clear()
+    call = asyncio.create_task(api.ok(TEXT, LONG))
+    await begun(api, 1)
+    call.cancel()
+    await asyncio.sleep(0.05)
+    abort = asyncio.create_task(api.ok("/abort_requests", {}))
+    await asyncio.sleep(0.05)
+    assert (await api.call("/load", method="GET"))[1] == {"server_load": 1}, "it is still ending"
+    slow_cancel.set()
+    assert (await abort)["aborted"] == 0
+    await api.settled()
+
+
+async def test_an_abort_does_not_count_a_call_that_only_has_to_send_its_end(api, monkeypatch):
+    sending, go_on, send = asyncio.Event(), asyncio.Event(), EventStream.send
+
+    async def held(self: EventStream, data: bytes) -> None:
+        if b'"finish_reason":"length"' in data:
+            sending.set()
+            await go_on.wait()
+        await send(self, data)
+
+    monkeypatch.setattr(EventStream, "send", held)
+    call = asyncio.create_task(api.events(CHAT, TALK | {"max_tokens": 3}))
+    await sending.wait()
+    assert (await api.ok("/abort_requests", {}))["aborted"] == 0
+    go_on.set()
+    assert (await call)[-1]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("body", [{"request_ids": "x"}, {"request_ids": [1]}, {"request_id": ["x"]}, {"ids": []}])

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -240,6 +241,7 @@ async def test_calls_that_do_not_finish_in_time_end_with_abort(make_engine, stre
         body = await (await call).text()
     await asyncio.wait_for(running.task, 5)
     assert '"finish_reason":"abort"' in body
+    assert body.endswith("data: [DONE]\n\n") == stream
     assert not engine.open
     finishing = f"finishing 1 running request, for at most {grace_s:g} s; Ctrl-C ends this now"
     assert (finishing in caplog.messages) == (signals != [signal.SIGINT])
@@ -267,6 +269,8 @@ async def test_a_request_that_is_not_all_here_does_not_hold_up_the_end(make_engi
 
 
 def test_all_waits_of_the_end_fit_into_what_docker_gives():
+    readme = (Path(__file__).parent.parent.parent / "README.md").read_text()
+    assert f"On SIGTERM running calls get {http_app.GRACE_S:g} s to finish" in readme
     assert http_app.GRACE_S + 2 * http_app.ABORT_S + engine_process.STOP_S <= 9.5
 
 

@@ -74,6 +74,8 @@ two lines\\ é 😀
 </tool_call>"""
 CODER_ARGUMENTS = r'{"city": "New \"York\"\ntwo lines\\ é 😀", "days": 3, "where": {"x": [1, 2]}}'
 F, N = "get_weather", "now"
+AS_PYTHON = r"""{'name': 'get_weather', 'arguments': {'city': 'a "q" } it\'s', "days": 3, 'where': {'x': (1, -2.5e3, True), 'y': None}}}"""
+FROM_PYTHON = r"""{"city": "a \"q\" } it's", "days": 3, "where": {"x": [1, -2500.0, true], "y": null}}"""
 BLOCK, BLOCK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ANALYSIS = "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant"
 
@@ -102,6 +104,25 @@ CASES = [
     Case("hermes", '<tool_call>\n{"name": "get_w', '<tool_call>\n{"name": "get_w'),
     Case("hermes", "a\n<tool_ca", "a\n<tool_ca"),
     Case("hermes", '<tool_call>{"name": "unknown", "arguments": {"a": 1}}</tool_call>', calls=[("unknown", '{"a": 1}')]),
+    Case("hermes", f"<tool_call>\n{AS_PYTHON}\n</tool_call>\n<tool_call>{{'name': 'now'}}</tool_call> Done", "Done", [(F, FROM_PYTHON), (N, "{}")], id="Python dicts"),
+    Case("hermes", f"<tool_call>[{AS_PYTHON}, {{'name': 'now', 'arguments': None}}]</tool_call>", calls=[(F, FROM_PYTHON), (N, "{}")], id="a list of Python dicts"),
+    Case("hermes", "<tool_call>{'arguments': {'city': 'Paris', 'days': 3}, 'id': 'x', 'extra': [True, {}], 'name': 'get_weather'}</tool_call>", calls=[(F, PARIS)]),
+    Case("hermes", hermes("{ 'city': 'Paris', 'days': 3}"), calls=[(F, PARIS)], id="a Python dict within JSON"),
+    Case("hermes", hermes("None"), calls=[(F, "{}")], id="None within JSON"),
+    Case("hermes", f"<tool_call>{{'name': 'get_weather', 'arguments': '{PARIS}'}}</tool_call>", calls=[(F, PARIS)], id="JSON within Python"),
+    Case("hermes", "<tool_call>{'name': 'get_weather', 'arguments': {'city': 'Par", calls=[(F, '{"city": "Par')], cut=True, id="a Python dict, cut"),
+    Case("hermes", "<tool_call>{'name': 'get_weather', 'arguments': '{\"city\": \"Par", calls=[(F, '{"city": "Par')], cut=True, id="JSON within Python, cut"),
+    Case("hermes", "<tool_call>{'x': 1}</tool_call> and {'name': 'now'}", "<tool_call>{'x': 1}</tool_call> and {'name': 'now'}"),
+    Case("hermes", "<tool_call>{'name': 'get_weather', 'arguments': {'city': " + "[" * 150, "[" * 51, [(F, '{"city": ' + "[" * 99)], cut=True, id="a Python dict without bottom"),
+    Case("granite", f"<|tool_call|>[{AS_PYTHON}]", calls=[(F, FROM_PYTHON)], id="a list of Python dicts"),
+    Case("mistral", f"[TOOL_CALLS][{AS_PYTHON}]", calls=[(F, FROM_PYTHON)], id="a list of Python dicts"),
+    Case("llama3_json", f'{{"type":"function","name":"get_weather","parameters":{PARIS}}}', calls=[(F, PARIS)], id="with its type"),
+    Case("llama3_json", f'I look.\n{{"type": "function", "name": "get_weather", "parameters": {PARIS}}}\nMore?', "I look.\nMore?", [(F, PARIS)], id="with its type, on a line of its own"),
+    Case("llama3_json", 'So\n{"type": "object", "name": "now"}\n{"type": "function"}\n{"type": "function", "name": "Bob"}', 'So\n{"type": "object", "name": "now"}\n{"type": "function"}\n{"type": "function", "name": "Bob"}'),
+    Case("llama3_json", '{"type": "object", "name": "now"}', '{"type": "object", "name": "now"}'),
+    Case("llama3_json", AS_PYTHON.replace("arguments", "parameters"), calls=[(F, FROM_PYTHON)], id="a Python dict"),
+    Case("llama3_json", "So\n{'type': 'function', 'name': 'get_weather', 'parameters': {'city': 'Paris', 'days': 3}}; {'name': 'now', 'parameters': {}}", "So", [(F, PARIS), (N, "{}")], id="Python dicts on a line of their own"),
+    Case("llama3_json", "{'name': 'Bob', 'parameters': {}}\n{'a': 1}", "{'name': 'Bob', 'parameters': {}}\n{'a': 1}"),
     Case("llama3_json", f'{{"name": "get_weather", "parameters": {PARIS}}}', calls=[(F, PARIS)]),
     Case("llama3_json", f'<|python_tag|>{{"type": "function", "name": "get_weather", "parameters": {ODD}}}', calls=[(F, ODD)]),
     Case("llama3_json", f'{{"name": "get_weather", "parameters": {PARIS}}}; {{"name": "now", "parameters": {{}}}}', calls=[(F, PARIS), (N, "{}")]),

@@ -193,8 +193,19 @@ def test_strict_calls_amid_a_text_that_have_no_mark(tokenizer: Tokenizer):
         'x\n{"name": "Bob"}',
         'x\n{\n  "parameters": {}}',
         'x\n{"name": "nowhere"}',
+        'x\n{"type": "object", "name": "now"}',
+        "x\n{'name': 'nowhere'}",
+        "x\n{'type': 'function'}",
     ):
         assert held.takes(text), text
+    for text in (  # which are read as calls, and follow no schema
+        'x\n{"type":"function","name":"now","parameters":{}}',
+        'x\n{ "type" : "function" , "name" : "now"}',
+        "x\n{'name': 'now', 'parameters': {}}",
+        "x\n{'type': 'function', 'name': 'now'}",
+    ):
+        assert message_of([make_parser(held.formats, held.choice, prompt="").push(text, finished=True)])[2], text
+        assert not held.takes(text), text
 
 
 def test_mistrals_newer_form(tokenizer: Tokenizer):
