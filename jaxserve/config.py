@@ -36,6 +36,7 @@ environment:
   HF_TOKEN            for private and gated Hugging Face repos"""
 
 
+UNLIMITED = 2**31  # max_queue_len and max_num_mixed_tokens of an engine that nobody watches
 AUTO_OR_NONE = ("auto", "none")
 TOOL_CALL_PARSERS = (
     "deepseek_v3", "deepseek_v31", "granite", "hermes", "llama3_json", "mistral", "openai", "phi4_mini_json",
@@ -158,7 +159,8 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings", group="memory")
     max_num_seqs: int | None = option(
         None,
-        "sequences computed together at most (if not given: 256 on GPU, 128 on TPU, 32 on CPU)",
+        "sequences computed together at most (if not given: 256 on GPU, there 1024 when not serving; 128 on TPU, 32 on "
+        "CPU)",
         group="scheduling",
         ge=1,
         le=4096,
@@ -172,8 +174,9 @@ class EngineConfig:
     )
     max_num_mixed_tokens: int | None = option(
         None,
-        "prompt tokens of a step that also decodes: fewer make streams steadier, more finish prompts sooner (if not "
-        "given: 2048 when serving on GPU, no limit otherwise)",
+        "tokens of a step that takes prompts while others decode, at most; half as many while 64 or fewer do: fewer "
+        "make streams steadier, more finish prompts sooner (if not given: 1024 or, for models of a hidden size below "
+        "4096, 2048 when serving on GPU; no limit otherwise)",
         group="scheduling",
         parse=parse_size,
         ge=16,
@@ -296,7 +299,7 @@ def offline_config(owner: str, model: str, options: dict[str, Any]) -> EngineCon
     known = EngineConfig.__dataclass_fields__
     if unknown := [name for name in options if name not in known]:
         raise TypeError(f"{owner}(): {unknown_option(unknown[0], known)}; it knows {', '.join(known)}")
-    return EngineConfig(model=model, **{"max_queue_len": 2**31, "max_num_mixed_tokens": 2**31, **options})
+    return EngineConfig(model=model, **{"max_queue_len": UNLIMITED, "max_num_mixed_tokens": UNLIMITED, **options})
 
 
 def flag_of(f: dataclasses.Field) -> str:

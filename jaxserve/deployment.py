@@ -8,23 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import UNLIMITED, EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import ModelConfig
 from jaxserve.models.registry import resolve
 from jaxserve.pallas_kernels.ops import Backend, resolve_backend
-from jaxserve.shapes import Bucket, make_buckets
+from jaxserve.shapes import Bucket, Limit, make_buckets, step_limits
 from jaxserve.sharding import shard_of
 
 DEFAULTS: dict[str, dict[str, Any]] = {  # of options left open, by platform
     "cpu": {"max_num_seqs": 32, "max_num_batched_tokens": 160},
-    "gpu": {
-        "max_num_seqs": 256,
-        "max_num_batched_tokens": 8192,
-        "max_num_mixed_tokens": 2048,
-    },
+    "gpu": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
     "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048},
 }
+WIDE = 4096  # hidden size from which on 512 tokens are enough for a GPU to be busy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +33,7 @@ class Deployment:
     backend: Backend
     page_size: int
     max_num_seqs: int
-    max_num_mixed_tokens: int
+    limits: tuple[Limit, ...]  # of steps with prompts in them, see `step_limits`
     buckets: tuple[Bucket, ...]
 
 
@@ -45,7 +42,7 @@ def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: st
     model, _ = resolve(hf)
     shard = shard_of(model, config.tensor_parallel_size)
     _check_max_model_len(config.max_model_len, model.max_model_len)
-    dtype, max_num_seqs, budget, mixed = _resolve_choices(config, platform)
+    dtype, max_num_seqs, budget, mixed = _resolve_choices(config, platform, model.hidden_size)
     backend = resolve_backend(
         config.attention_backend,
         platform,
@@ -69,12 +66,12 @@ def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: st
         backend=backend,
         page_size=page_size,
         max_num_seqs=max_num_seqs,
-        max_num_mixed_tokens=mixed,
-        buckets=make_buckets(max_num_seqs, budget, platform=platform, fewest_rows=fewest_rows),
+        limits=step_limits(max_num_seqs, budget, mixed),
+        buckets=make_buckets(max_num_seqs, budget, mixed, platform=platform, fewest_rows=fewest_rows),
     )
 
 
-def _resolve_choices(config: EngineConfig, platform: str) -> tuple[str, int, int, int]:
+def _resolve_choices(config: EngineConfig, platform: str, hidden_size: int) -> tuple[str, int, int, int]:
     """dtype, max_num_seqs, max_num_batched_tokens and max_num_mixed_tokens, filled in for the platform.
 
     Raises ConfigError if they contradict each other.
@@ -84,13 +81,20 @@ def _resolve_choices(config: EngineConfig, platform: str) -> tuple[str, int, int
     if dtype == "auto":
         dtype = "bfloat16" if platform != "cpu" or _cpu_computes_bfloat16() else "float32"
     max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
+    if not config.max_num_seqs and platform == "gpu" and config.max_num_mixed_tokens == UNLIMITED:
+        max_num_seqs = 1024  # nobody watches a stream: products of more rows are better
     budget = config.max_num_batched_tokens or max(defaults["max_num_batched_tokens"], max_num_seqs + 128)
-    if budget < max_num_seqs + 16:
-        raise ConfigError(
-            f"--max-num-batched-tokens must be at least max_num_seqs + 16 = {max_num_seqs + 16}, got {budget}",
-            param="max_num_batched_tokens",
-        )
-    return dtype, max_num_seqs, budget, config.max_num_mixed_tokens or defaults.get("max_num_mixed_tokens", budget)
+    mixed = config.max_num_mixed_tokens or budget
+    if not config.max_num_mixed_tokens and platform == "gpu":
+        # Products of fewer tokens leave multiprocessors idle where the model is narrow.
+        mixed = min(max(1024 if hidden_size >= WIDE else 2048, 2 * max_num_seqs), budget)
+    for name, limit in (("max_num_batched_tokens", budget), ("max_num_mixed_tokens", mixed)):
+        if limit < max_num_seqs + 16:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be at least max_num_seqs + 16 = {max_num_seqs + 16}, got {limit}",
+                param=name,
+            )
+    return dtype, max_num_seqs, budget, mixed
 
 
 def _cpu_computes_bfloat16() -> bool:

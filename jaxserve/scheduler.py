@@ -22,7 +22,7 @@ from jaxserve.plan import Event, Plan, Rows
 from jaxserve.request import NOT_FINITE, NOTHING_ALLOWED, EngineStats, Request
 from jaxserve.scheduler_check import check_scheduler
 from jaxserve.sequence import Sequence, Status, check_servable, make_sequences
-from jaxserve.shapes import ceil_div
+from jaxserve.shapes import Limit, ceil_div
 from jaxserve.waiting_queue import WaitingQueue
 
 __all__ = ["Event", "Plan", "Rows", "Scheduler", "Sequence", "Status"]
@@ -37,8 +37,7 @@ class Scheduler:
 
     num_pages           pages of the device's pool, trash page 0 included
     max_num_seqs        slots: sequences that run together, and so decode rows of one step, at most
-    max_prefill_tokens  tokens in the prefill region of one step (decode rows do not count)
-    max_mixed_tokens    the same of a step in which a sequence decodes
+    limits              what a step with prompts in it holds, see `shapes.step_limits`
     max_prefill_rows    chunks in the prefill region of one step
     max_queue_len       requests that wait; a further one is refused, also while 16 times as many sequences wait
     policy              "fcfs", or "priority": lowest Request.priority first, then earliest arrival
@@ -46,17 +45,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, *, num_pages: int, page_size: int, max_num_seqs: int, max_model_len: int, max_prefill_tokens: int,
-        max_mixed_tokens: int | None = None, max_prefill_rows: int | None = None, max_queue_len: int = 1024,
+        self, *, num_pages: int, page_size: int, max_num_seqs: int, max_model_len: int, limits: tuple[Limit, ...],
+        max_prefill_rows: int | None = None, max_queue_len: int = 1024,
         policy: str = "fcfs", prefix_caching: bool = True, checks: bool = False,
     ):  # fmt: skip
         if policy not in ("fcfs", "priority"):
             raise ValueError(f"policy must be fcfs or priority, got {policy!r}")
         self.page_size, self.max_model_len = page_size, max_model_len
         self.max_num_seqs, self.max_queue_len = max_num_seqs, max_queue_len
-        self.max_prefill_tokens = max_prefill_tokens
-        self.max_mixed_tokens = min(max_mixed_tokens or max_prefill_tokens, max_prefill_tokens)
-        self._prefill_budget = max_prefill_tokens  # of the step that is being planned
+        self.limits = limits
+        self._limit, self._decode_rows = limits[0], 0  # of the step that is being planned
         self.max_prefill_rows = max_prefill_rows or max_num_seqs
         self.policy, self.checks = policy, checks
         self.pool = PagePool(num_pages, page_size)
@@ -181,8 +179,9 @@ class Scheduler:
         self._preempted = False
         self._forkable = []
         self._drain_last_rows()
-        decoding = any(seq.pending for seq in self.running)
-        self._prefill_budget = self.max_mixed_tokens if decoding else self.max_prefill_tokens
+        self._decode_rows = sum(seq.pending > 0 for seq in self.running)
+        limits = self.limits[1:] if self._decode_rows else self.limits
+        self._limit = next(limit for limit in limits if self._decode_rows <= limit.rows)
         reserved = self._plan_running(plan)
         if not self._preempted:
             self._admit(plan, reserved)
@@ -246,10 +245,19 @@ class Scheduler:
         """How many of a sequence's tokens this step can compute."""
         count = len(seq.token_ids) - seq.computed
         if self._is_decode(seq, count):
-            return count
+            return count if self._has_decode_row(plan) else 0
         if len(plan.prefill) == self.max_prefill_rows:
             return 0
-        return min(count, self._prefill_budget - sum(plan.prefill.counts))
+        return min(count, max(self._limit.tokens - sum(plan.prefill.counts), 0))
+
+    def _has_decode_row(self, plan: Plan) -> bool:
+        """Whether the step has room for one more: it may become one of more rows, if its chunks are not too long."""
+        if self._decode_rows < self._limit.rows:
+            return True
+        chunks = sum(plan.prefill.counts)
+        wider = (limit for limit in self.limits[1:] if limit.rows > self._decode_rows and limit.tokens >= chunks)
+        self._limit = next(wider, self._limit)
+        return self._decode_rows < self._limit.rows
 
     def _is_decode(self, seq: Sequence, remaining: int) -> bool:
         # Logprobs of prompt tokens are only made in the prefill region.
@@ -263,6 +271,7 @@ class Scheduler:
         if self._is_decode(seq, remaining):
             plan.decode.add(seq, start, 1, True)
             plan.decode.tokens.append(seq.token_ids[start])
+            self._decode_rows += 1
         else:
             plan.prefill.add(seq, start, count, sample)
         seq.computed = end

@@ -5,6 +5,7 @@ L layers | P pages in the pool | page = tokens of one page | W width of a page t
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -42,48 +43,87 @@ class Bucket:
         return f"{self.decode_rows} decode rows + {self.prefill_tokens} prefill tokens"
 
 
+FEW_ROWS, MANY_ROWS = 64, 256  # decode rows
+
+
+class Limit(NamedTuple):
+    """What a step with prompts in it holds."""
+
+    rows: int  # decode rows
+    tokens: int  # of prompts
+
+
+def step_limits(max_num_seqs: int, max_num_batched_tokens: int, max_num_mixed_tokens: int) -> tuple[Limit, ...]:
+    """First what a step holds in which no row decodes yet, then what one holds in which some do, fewest rows first.
+
+    Where steps are smaller while rows decode, they are half as large again beside few rows: those cost a step of
+    their own almost as much as many do, and next to nothing beside a chunk, so that many small steps are better.
+    """
+    many, mixed = min(MANY_ROWS, max_num_seqs), min(max_num_mixed_tokens, max_num_batched_tokens)
+    limits = [Limit(rows, mixed - rows) for rows in sorted({many, max_num_seqs})]
+    if mixed < max_num_batched_tokens and many > FEW_ROWS and mixed >= 4 * FEW_ROWS:
+        limits.insert(0, Limit(FEW_ROWS, mixed // 2 - FEW_ROWS))
+    return Limit(many, max_num_batched_tokens - many), *limits
+
+
 def make_buckets(
-    max_num_seqs: int, max_num_batched_tokens: int, *, platform: str, fewest_rows: int = 1
+    max_num_seqs: int, max_num_batched_tokens: int, max_num_mixed_tokens: int, *, platform: str, fewest_rows: int = 1
 ) -> tuple[Bucket, ...]:
     """All buckets of an engine, smallest first; the largest holds exactly the token budget.
 
-    On a GPU sizes are spaced closely, because padding costs time there at any size. On a TPU memory tiles have 8 rows,
+    On a GPU sizes are spaced closely, because padding costs time there at any size; steps of prompts and decode rows
+    have a power of two of tokens, since the tiles of products then leave no gaps. On a TPU memory tiles have 8 rows,
     and up to some 250 tokens a step takes as long as reading the weights does; each program also takes some 50 MB of
     its memory. On a CPU they are few, because compiling is what costs. No bucket has fewer rows than `fewest_rows`.
     """
-    prefill_budget = max_num_batched_tokens - max_num_seqs
+    limits = step_limits(max_num_seqs, max_num_batched_tokens, max_num_mixed_tokens)
+    most = limits[0].tokens
+    beside: dict[int, set[int]] = {}  # prompt tokens -> decode rows
     if platform == "gpu":
-        rows = [1, 8, 16, 32, 48, 64, 96, 128, *range(192, max_num_seqs, 64)]
-        sizes, max_chunks = [64, 256, 512, 1024, 2048, 4096], 64
-        beside = {64: {max_num_seqs}, 512: {max_num_seqs}, 2048: {64, max_num_seqs}}
+        rows = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, *range(768, max_num_seqs, 256)]
+        sizes, max_chunks, chunk = [64, 256, 512, 1024, 2048, 4096], 64, 8
+        pairs = [(64, max_num_seqs), (256, max_num_seqs), (512 - FEW_ROWS, FEW_ROWS)]
+        pairs += [(total - max_num_seqs, max_num_seqs) for total in (1024, 2048, 4096)]
+        for size, r in pairs:
+            if 64 <= size <= limits[-1].tokens:
+                beside.setdefault(size, set()).add(r)
     elif platform == "tpu":
         rows = [8, 32, 128, 512, 2048]
-        sizes, max_chunks = [256, 1024], 16
+        sizes, max_chunks, chunk = [256, 1024, most], 16, 16
         beside = {256: {max_num_seqs}, 1024: {max_num_seqs}}
     else:
         rows = [1, 4, 8, 16, 32, *(2**i for i in range(6, 13))]
-        sizes, max_chunks = [32], 8
+        sizes, max_chunks, chunk = [32, most], 8, 16  # tokens of a short chunk
         beside = {32: {8}}
-    beside[prefill_budget] = {max_num_seqs}
+    most_chunks = min(max_chunks, max_num_seqs)
+    for r, size in limits:
+        beside.setdefault(size, set()).add(r)
     rows = {max(r, fewest_rows) for r in rows if r < max_num_seqs} | {max(max_num_seqs, fewest_rows)}
     decode = [Bucket(0, r, 0) for r in sorted(rows)]
     # Prompt chunks alone (a first request should not pay for empty rows), or with room for so many decode rows.
-    mixed = [
-        Bucket(size, r, min(max(size // 16, 1), max_chunks, max_num_seqs))
-        for size in sorted({s for s in sizes if s < prefill_budget} | {prefill_budget})
-        for r in {0} | {min(r, max_num_seqs) for r in beside.get(size, ())}
-    ]
-    return tuple(sorted(decode + mixed))
+    for size in sizes:
+        beside.setdefault(size, set()).add(0)
+    mixed = {
+        Bucket(size, min(r, max_num_seqs), min(size if (r, size) in limits else max(size // chunk, 1), most_chunks))
+        for size, some in beside.items()
+        for r in some
+        if size <= most
+    }
+    return tuple(sorted({*decode, *mixed}))
 
 
 def coarse(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
     """A few of a fine set that hold all that it holds: for programs that are rarely the whole load."""
-    most = max(b.decode_rows for b in buckets)
-    return tuple(
-        b
-        for b in buckets
-        if b.decode_rows == most or not b.prefill_tokens and b.decode_rows >= 8 and b.decode_rows.bit_count() == 1
-    )
+    most, budget = max(b.decode_rows for b in buckets), max(b.tokens for b in buckets)
+    full = [b for b in buckets if b.decode_rows == most or b.tokens == budget]
+
+    def wanted(b: Bucket) -> bool:
+        if b.prefill_tokens:  # long prompts alone, where the next in `full` is far larger
+            above = choose_bucket(tuple(full), 0, b.prefill_tokens, b.prefill_rows)
+            return not b.decode_rows and b.prefill_tokens >= 2048 and above.tokens > 2 * b.tokens
+        return b.decode_rows >= 8 and b.decode_rows.bit_count() == 1
+
+    return tuple(b for b in buckets if b in full or wanted(b))
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], decode_rows: int, prefill_tokens: int, prefill_rows: int) -> Bucket:

@@ -12,6 +12,7 @@ from typing import Any
 from jaxserve.plan import Event, Plan
 from jaxserve.request import Request, SamplingParams
 from jaxserve.scheduler import Scheduler, Sequence
+from jaxserve.shapes import Limit
 
 VOCAB = 50
 EOS = 7
@@ -28,9 +29,11 @@ def make_request(name: str, prompt: list[int], *, max_tokens: int = 8, n: int = 
 
 
 def make_scheduler(**options: Any) -> Scheduler:
-    """A small scheduler that checks itself after every call."""
-    defaults = {"num_pages": 33, "page_size": 4, "max_num_seqs": 4, "max_model_len": 100, "max_prefill_tokens": 16}
-    return Scheduler(**{**defaults, "checks": True, **options})
+    """A small scheduler that checks itself after every call. max_prefill_tokens: of every step, if no `limits`."""
+    defaults = {"num_pages": 33, "page_size": 4, "max_num_seqs": 4, "max_model_len": 100}
+    options = {**defaults, "checks": True, **options}
+    limit = Limit(options["max_num_seqs"], options.pop("max_prefill_tokens", 16))
+    return Scheduler(**{"limits": (limit, limit), **options})
 
 
 def draw(request: Request, index: int, tokens: list[int]) -> int:

@@ -2,29 +2,49 @@
 
 import pytest
 
-from jaxserve.shapes import choose_bucket, coarse, make_buckets
+from jaxserve.shapes import choose_bucket, coarse, make_buckets, step_limits
 
 PLATFORMS = ("cpu", "gpu", "tpu")
-LIMITS = [(1, 17), (8, 24), (32, 160), (100, 300), (128, 2048), (256, 8192), (4096, 8192)]
+LIMITS = [(1, 17), (8, 24), (32, 160), (100, 300), (128, 2048), (256, 8192), (1024, 8192), (4096, 8192)]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(("max_num_seqs", "budget"), LIMITS)
-def test_every_plan_within_the_limits_has_a_bucket(platform, max_num_seqs, budget):
-    buckets = make_buckets(max_num_seqs, budget, platform=platform)
+@pytest.mark.parametrize("share", [1, 0.5, 0.125], ids="mixed {} of it".format)
+def test_every_plan_within_the_limits_has_a_bucket(platform, max_num_seqs, budget, share):
+    mixed = max(int(share * budget), max_num_seqs + 16)
+    buckets = make_buckets(max_num_seqs, budget, mixed, platform=platform)
     assert max(b.tokens for b in buckets) == budget and len(set(buckets)) == len(buckets)
-    most = max(b.prefill_rows for b in buckets if b.prefill_tokens == budget - max_num_seqs)
+    most = max(b.prefill_rows for b in buckets)
+    limits = step_limits(max_num_seqs, budget, mixed)
     for fitting in (buckets, coarse(buckets)):
-        for rows in {0, 1, max_num_seqs // 2, max_num_seqs}:
-            for tokens in {1, (budget - max_num_seqs) // 3 + 1, budget - max_num_seqs}:
+        for rows, limit in ((0, limits[0].tokens), (1, limits[1].tokens), *limits, (max_num_seqs, 0)):
+            for tokens in {min(1, limit), min(limit // 3 + 1, limit), limit}:
                 for chunks in {0, 1, min(most, tokens)}:
-                    if rows or chunks:
+                    if rows or chunks and limit:
                         chosen = choose_bucket(fitting, rows, tokens if chunks else 0, chunks)
                         assert chosen.tokens >= rows + (tokens if chunks else 0)
 
 
+def test_on_a_gpu_a_step_of_prompts_beside_decode_rows_is_a_power_of_two_of_tokens():
+    """Also where short chunks fill it. Half as large beside few rows; as large as any where nobody watches."""
+    buckets, limits = make_buckets(256, 8192, 1024, platform="gpu"), step_limits(256, 8192, 1024)
+    assert limits == ((256, 7936), (64, 448), (256, 768))
+    for rows, tokens in limits:
+        assert choose_bucket(buckets, rows, tokens, 1).tokens == rows + tokens
+        assert choose_bucket(buckets, rows, tokens, min(tokens // 8, 64)).tokens == rows + tokens
+    assert step_limits(256, 8192, 8192) == ((256, 7936), (256, 7936))
+    assert step_limits(1024, 8192, 8192) == ((256, 7936), (256, 7936), (1024, 7168))
+    assert len(buckets) == 21 and len(coarse(buckets)) == 11
+
+
+def test_prompts_with_knobs_are_not_padded_to_the_budget():
+    buckets = coarse(make_buckets(256, 8192, 1024, platform="gpu"))
+    assert choose_bucket(buckets, 0, 1500, 1).tokens == 2048
+
+
 def test_on_a_tpu_a_short_prompt_is_not_padded_to_the_budget_and_there_are_few_programs():
-    buckets = make_buckets(128, 2048, platform="tpu")
+    buckets = make_buckets(128, 2048, 2048, platform="tpu")
     assert len(buckets) + len(coarse(buckets)) == 15
     assert choose_bucket(buckets, 0, 100, 1).tokens <= 384
     assert choose_bucket(buckets, 100, 100, 1).tokens <= 384

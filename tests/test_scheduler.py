@@ -7,6 +7,7 @@ from jaxserve.errors import QueueFull, RequestError
 from jaxserve.plan import Plan
 from jaxserve.request import NOTHING_ALLOWED
 from jaxserve.scheduler import Status
+from jaxserve.shapes import Limit
 from tests.scheduler_sim import EOS, Loop, draw, expected_output, make_request, make_scheduler
 
 LONG = list(range(10, 30))  # 20 tokens: 5 pages of 4
@@ -65,14 +66,45 @@ def test_decode_rows_do_not_compete_with_chunks():
     assert (plan.prefill.starts, plan.prefill.counts, plan.prefill.samples) == ([18], [2], [True])
 
 
+STEPS = (Limit(4, 12), Limit(1, 3), Limit(4, 5))
+
+
 def test_chunks_are_smaller_while_others_decode():
-    loop = Loop(make_scheduler(max_prefill_tokens=12, max_mixed_tokens=3))
+    loop = Loop(make_scheduler(limits=STEPS))
     loop.scheduler.add(make_request("a", LONG, stop_ids=[], max_tokens=4))
     assert [planned(loop).prefill.counts for _ in range(2)] == [[12], [8]]  # nobody is kept waiting
     loop.scheduler.add(make_request("b", LONG[::-1]))
     plans = [planned(loop) for _ in range(4)]
     assert [names(plan.decode) for plan in plans] == [["a/0"]] * 3 + [[]]
     assert [plan.prefill.counts for plan in plans] == [[3], [3], [3], [11]]
+
+
+def test_chunks_are_as_large_as_the_number_of_decoding_rows_allows():
+    loop = Loop(make_scheduler(limits=STEPS))
+    for name in "ab":
+        loop.scheduler.add(make_request(name, LONG[:4], stop_ids=[], max_tokens=20))
+    planned(loop)
+    loop.scheduler.add(make_request("c", LONG[::-1]))
+    assert [planned(loop).prefill.counts for _ in range(2)] == [[5], [5]]
+
+
+def test_rows_of_one_known_token_make_a_step_one_of_more_rows_unless_its_chunks_are_too_long():
+    """No step is compiled that holds both."""
+    limits = (Limit(2, 14), Limit(2, 6), Limit(5, 4))
+    loop = Loop(make_scheduler(limits=limits, max_num_seqs=5))
+    for name in "abcd":
+        loop.scheduler.add(make_request(name, [3], stop_ids=[]))
+    loop.scheduler.add(make_request("e", LONG))
+    plan = planned(loop)
+    assert names(plan.decode) == ["a/0", "b/0", "c/0", "d/0"] and plan.prefill.counts == [4]
+
+    loop = Loop(make_scheduler(limits=limits))
+    loop.scheduler.add(make_request("e", LONG[:10]))
+    for name in "abc":
+        loop.scheduler.add(make_request(name, [3], stop_ids=[]))
+    plans = [planned(loop) for _ in range(2)]
+    assert [plan.prefill.counts for plan in plans] == [[10], []]
+    assert [names(plan.decode) for plan in plans] == [["a/0", "b/0"], ["e/0", "a/0", "b/0", "c/0"]]
 
 
 def test_a_chunk_that_leaves_one_token_ends_in_the_decode_region():

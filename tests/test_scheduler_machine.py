@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from jaxserve.errors import QueueFull, RequestError
 from jaxserve.request import Request
-from jaxserve.scheduler import Scheduler
+from jaxserve.shapes import Limit
 from tests.scheduler_sim import Loop, make_request, make_scheduler
 
 PREFIXES = [[], [1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 3, 3, 3, 3, 4]]
@@ -39,15 +39,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.sampled_from([60, 33, 20, 12]),
         max_prefill_tokens=st.sampled_from([14, 7, 4, 1]),
         max_prefill_rows=st.sampled_from([None, 1, 2]),
+        tokens_beside_rows=st.sampled_from([None, 1, 2]),
         depth=st.sampled_from([1, 1, 1, 0, 2]),
     )
     def start(self, depth: int, **sizes) -> None:
-        scheduler = Scheduler(
-            page_size=4, max_queue_len=6, policy=self.policy, prefix_caching=self.prefix_caching, checks=True, **sizes
+        scheduler = make_scheduler(
+            max_queue_len=6, policy=self.policy, prefix_caching=self.prefix_caching, **self.limited(**sizes)
         )
         self.loop = Loop(scheduler, depth)
         self.requests: dict[str, Request] = {}
         self.spoiled: set[str] = set()  # requests of which something was cancelled, expired or made to fail
+
+    @staticmethod
+    def limited(*, max_num_seqs: int, max_prefill_tokens: int, tokens_beside_rows: int | None, **sizes) -> dict:
+        """tokens_beside_rows: what limits a step with decode rows; twice as much is one with few rows, or with none."""
+        limits = (Limit(max_num_seqs, max_prefill_tokens),) * 2
+        if tokens_beside_rows:
+            few = Limit(max(max_num_seqs // 2, 1), 2 * tokens_beside_rows)
+            limits = (few, few, Limit(max_num_seqs, tokens_beside_rows))
+        return {"max_num_seqs": max_num_seqs, "limits": limits, **sizes}
 
     @rule(several=st.lists(REQUESTS, min_size=1, max_size=4))
     def add(self, several: list[dict]) -> None:
