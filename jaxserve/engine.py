@@ -30,6 +30,7 @@ from jaxserve.tokenizer import Vocabulary
 
 log = logging.getLogger(__name__)
 
+SHORT_STEP_S = 0.003  # steps shorter than that are launched two ahead: the host takes about as long for one
 COMPILE_WAIT_S = 0.005  # an engine with nothing else to do looks this often whether a grammar is ready
 
 
@@ -104,7 +105,8 @@ class Engine:
         self._refused: list[SequenceDelta] = []
         self._timeout_s = config.request_timeout
         self._seeds = random.Random(config.seed)
-        self._in_flight: deque[Any] = deque()  # launched and not collected, two at most
+        self._step_s, self._collected_s = 0.1, 0.0  # from one step's results to the next one's, smoothed
+        self._in_flight: deque[Any] = deque()  # launched and not collected, three at most
         self._broken = ""  # what a step raised: the device's state is not to be trusted any more
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._first_launch_s: dict[str, float] = {}
@@ -219,24 +221,35 @@ class Engine:
     def _step(self) -> list[SequenceDelta]:
         self._scheduler.expire(time.monotonic())
         answers = self._take_compiled()
-        before = len(self._in_flight)
-        if before < 2:
-            self._launch()
-        deltas = self._commit(self._in_flight.popleft()) if before else []
+        ahead = self._ahead()
+        launched = len(self._in_flight) <= ahead and self._launch()
+        deltas = []
+        if self._in_flight and (not launched or len(self._in_flight) > ahead):
+            deltas = self._commit(self._in_flight.popleft())
         if self._in_flight and (last := self._in_flight[-1]).awaits_masks:
+            while len(self._in_flight) > 1:
+                deltas += self._commit(self._in_flight.popleft())
             self._runner.draw(last, self._masks(last.plan))
             self._launch()  # the device has little left to do, while the caller is busy with the deltas
         return [*answers, *deltas, *(self._delta(event, None, None) for event in self._scheduler.take_endings())]
 
-    def _launch(self) -> None:
+    def _ahead(self) -> int:
+        """How many steps are on their way to the device while the next is launched: memory is counted for two with
+        prompts in them.
+        """
+        last = self._in_flight[-1] if self._in_flight else None
+        return 2 if self._step_s < SHORT_STEP_S and last and last.plain and not last.plan.prefill else 1
+
+    def _launch(self) -> bool:
         """Plans a step and starts it, if there is anything to do."""
         plan = self._scheduler.plan()
         if plan is None:
-            return
+            return False
         self._in_flight.append(self._runner.launch(plan))
         now = time.monotonic()
         for seq in plan.admitted:
             self._first_launch_s.setdefault(seq.request.request_id, now)
+        return True
 
     def _take_compiled(self) -> list[SequenceDelta]:
         """Gives requests whose grammars are ready to the scheduler. Waits a little if there is nothing else to do."""
@@ -267,6 +280,9 @@ class Engine:
 
     def _commit(self, launched: Any) -> list[SequenceDelta]:
         results = self._runner.collect(launched)
+        now = time.monotonic()
+        self._step_s += 0.2 * (min(now - self._collected_s, 0.1) - self._step_s)
+        self._collected_s = now
         if results.prompt_logprobs is not None:
             self._take_prompt_logprobs(launched.plan, results.prompt_logprobs)
         if results.pooled is not None:

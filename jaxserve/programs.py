@@ -62,7 +62,7 @@ class Signature(NamedTuple):
 
     weights: tuple[Any, ...]
     updated: tuple[Any, ...]
-    held: tuple[Any, ...]  # memory that results are written to: all of them or, (), none; then there are two programs
+    held: tuple[Any, ...]  # memory that results are written to: all of them or, (), none; see `runner.Program`
     rest: tuple[Any, ...]  # the last one comes from the host
     results: tuple[Any, ...]
 

@@ -57,7 +57,8 @@ class Program:
     updates every node before it launches the graph. That took 1 ms of the host's time for Qwen-1.5B at batch 1 and 3 ms
     at 256, and 3 ms more of a Llama-8B one of 64 rows that hands its logits on (jax 0.11.2, H200). So there are two of
     each, which take turns: one runs while the next is launched. Only forward passes with prompts in them have one copy,
-    and their results, hundreds of megabytes, are allocated for each run.
+    and their results, hundreds of megabytes, are allocated for each run. Plain steps, of which three may be on their
+    way, have three sets of buffers and one graph: the few nodes that see those are updated in 0.1 ms.
     """
 
     run: Any
@@ -76,6 +77,7 @@ class Launched:
     asked: int  # flags of all rows
     scored: bool  # some row wants its prompt's logprobs
     awaits_masks: bool  # draw() is still to be called
+    plain: bool  # one program does it all
     begun: threading.Event = field(default_factory=threading.Event)  # the device's thread is at work, in XLA
     started: Future[None] | None = None  # done when all is on its way: then the results are
     forward: Forward | None = None  # None: a plain step
@@ -100,7 +102,7 @@ class Runner:
         self._weights = jax.tree.leaves(loaded.params)
         self._num_slots, mesh = programs.num_slots, programs.mesh
         self._packer = Packer(programs.layouts, self._num_slots - 1)
-        self._ready: dict[Key, list[Program]] = {}  # the last one that ran comes first
+        self._ready: dict[Key, list[Program]] = {}  # the last one that ran comes last
         self._compiles = _CompileCounter()
         self._device = ThreadPoolExecutor(1, "device")
         self._flags = [0] * self._num_slots
@@ -186,7 +188,10 @@ class Runner:
         put = _compiled(lambda _, new: jnp.copy(new), mesh, sent, np.zeros(sent.shape, np.int32))
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._programs.options(key)
-        runs = [lowered.compile(options) for _ in range(2 if held else 1)]  # the second: out of the compile cache
+        if key[0] is Kind.PLAIN:
+            runs = [lowered.compile(options)] * 3
+        else:
+            runs = [lowered.compile(options) for _ in range(2 if held else 1)]  # the second: out of the compile cache
         return [Program(run, put, first, others, outputs) for run in runs for first, *others in (fresh(),)]
 
     def _program(self, kind: Kind, size: Bucket | int) -> Program:
@@ -194,8 +199,9 @@ class Runner:
         key = (kind, size)
         if key not in self._ready:
             self._ready[key] = self._compile(key, self._programs.lower(key, *self._sizes))
-        self._ready[key].reverse()
-        return self._ready[key][0]
+        turns = self._ready[key]
+        turns.append(turns.pop(0))
+        return turns[-1]
 
     def _run(
         self, launched: Launched, program: Program, weights: list[jax.Array], updated: Any, *rest: Any,
@@ -217,7 +223,8 @@ class Runner:
     # --------------------------------------------------------------------------------------------------- steps
 
     def launch(self, plan: Plan) -> Launched:
-        """Starts a step and returns at once. Collect its results before the launch after the next.
+        """Starts a step and returns at once. Collect its results before the launch after the next; plain steps may be
+        three on their way.
 
         If a row has a grammar, only the forward pass is started: draw() does the rest.
         """
@@ -231,7 +238,9 @@ class Runner:
             bucket = choose_bucket(buckets, len(plan.decode), len(plan.prefill.tokens), len(plan.prefill))
             room = self._programs.layouts[bucket].num_page_writes
             writes, plan.page_writes = plan.page_writes[room:], plan.page_writes[:room]  # long cached prompts
-            launched = Launched(plan, bucket, asked, scored, awaits_masks=bool(asked & GRAMMAR))
+            launched = Launched(
+                plan, bucket, asked, scored, awaits_masks=bool(asked & GRAMMAR), plain=kind is Kind.PLAIN
+            )
             program, packed = self._program(kind, bucket), self._packer.pack(plan, bucket)
             draw = None
             if kind is Kind.FORWARD and not launched.awaits_masks:

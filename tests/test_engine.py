@@ -112,6 +112,27 @@ def check_every_path(engine: Engine, entries: list[dict], dtype: str) -> None:
         assert_equal_where_clear(entry, ids_of(deltas[str(i), 0]), dtype)
 
 
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_steps_ahead_change_nothing(ahead, monkeypatch):
+    """Short steps are launched two ahead, on accelerators; stop ids, cancels and grammars come in between."""
+    entries, most = golden("llama"), []
+    monkeypatch.setattr(Engine, "_ahead", lambda self: ahead)
+    engine = Engine(config_of("llama", pool_tokens=208), checks=True)
+    launch = engine._runner.launch
+
+    def counted(plan):
+        most.append(1 + len(engine._in_flight))
+        return launch(plan)
+
+    engine._runner.launch = counted  # type: ignore[method-assign]
+    check_every_path(engine, entries, "float32")
+    assert max(most) == ahead + 1
+    ids, stop = entries[0]["ids"], entries[0]["ids"][5]
+    stopped = request("s", entries[0]["prompt_ids"], len(ids))
+    stopped.stop_ids = [stop]
+    assert ids_of(run(engine, [stopped])["s", 0]) == ids[: ids.index(stop) + 1]
+
+
 def test_same_seed_same_text_on_every_path():
     prompts = [list(range(3 + i, 3 + i + 5 * (i + 1))) for i in range(8)]
 
