@@ -112,6 +112,21 @@ def check_every_path(engine: Engine, entries: list[dict], dtype: str) -> None:
         assert_equal_where_clear(entry, ids_of(deltas[str(i), 0]), dtype)
 
 
+@pytest.mark.parametrize("case", ["llama", "qwen2_tied", "qwen3"])
+def test_a_quantized_model_says_the_same_on_every_path(case: str):
+    """Alone, after a prefix hit, batched, in chunks, preempted: up to ties, which float32 attention may decide."""
+    engine = Engine(config_of(case, pool_tokens=208, quantization="int8"), checks=True)
+    entries = [entry | {"ids": [], "margins": []} for entry in golden(case)]
+    for i, entry in enumerate(entries):
+        (deltas,) = run(engine, [request(i, entry["prompt_ids"], 16, logprobs=2)]).values()
+        entry["ids"] = ids_of(deltas)
+        for delta in deltas:
+            for token in delta.logprobs:
+                first, second = token.top_logprobs[:2]
+                entry["margins"].append(first - second)
+    check_every_path(engine, entries, "float32")
+
+
 def test_same_seed_same_text_on_every_path():
     prompts = [list(range(3 + i, 3 + i + 5 * (i + 1))) for i in range(8)]
 
