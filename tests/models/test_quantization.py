@@ -193,7 +193,7 @@ def test_matrices_are_those_of_the_checkpoint_in_8_bits_and_all_else_stays(case:
 # ---- logits
 
 # Relative error in norm of the logits. Of independent errors of the numbers, 0.008 to 0.01 a product in int8 and 0.037 in
-# fp8, some ten add up in two layers. Measured, worst of all cases: 0.049 and 0.190; the demo model is in test_demo_parity.
+# fp8, some ten add up in two layers. Measured, worst of all cases: 0.049 and 0.190; the demo model: test_demo_parity.
 LOGITS = {"int8": 0.075, "fp8": 0.25}
 # Margin between the best two scores, in standard deviations of the scores, above which the best stays the best. Measured
 # margins of those that did not: up to 0.13 and 0.76.
