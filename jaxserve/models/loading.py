@@ -141,7 +141,7 @@ class _Loader:
         self.params: dict[str, jax.Array] = {}
         self.waiting: dict[str, dict[str, Any]] = {}  # param -> HF name -> part on the devices, or row on the host
         self.in_flight: Any = ()  # the parameter that the devices may still be copying from the host
-        self.join = cache(partial(_matrix, layout.mesh, list, None))
+        self.join = cache(lambda param: _matrix(layout.mesh, list, spec_at(param.sharding), param))
 
     def load(self, checkpoint: Checkpoint, progress: bool) -> dict[str, jax.Array]:
         self._check_names(checkpoint)
@@ -199,10 +199,10 @@ class _Loader:
 
 
 def _matrix(
-    mesh: Mesh, make: Callable[[Any], list[jax.Array]], in_spec: PartitionSpec | None, param: jax.ShapeDtypeStruct
+    mesh: Mesh, make: Callable[[Any], list[jax.Array]], in_spec: PartitionSpec, param: jax.ShapeDtypeStruct
 ) -> Callable[[Any], tuple[jax.Array, ...]]:
-    """A program that gives `param` and, if it is quantized, the scales of its rows: of what `make` makes on each device
-    of its argument, the parts of that device's shard. in_spec: how the argument is split; None: as `param`.
+    """A program that gives `param` and, if it is quantized, the scales of its rows. `make` makes on each device, of an
+    argument that is split like `in_spec`, the parts of its shard.
     """
     spec, format = spec_at(param.sharding), format_of(param.dtype)
     specs = (spec,) if format is None else (spec, rows_of(spec))
@@ -216,7 +216,7 @@ def _matrix(
         return jnp.concatenate(numbers), jnp.concatenate(scales)
 
     places = tuple(place(mesh, each) for each in specs)
-    return jax.jit(on_each(joined, mesh, spec if in_spec is None else in_spec, specs), out_shardings=places)
+    return jax.jit(on_each(joined, mesh, in_spec, specs), out_shardings=places)
 
 
 def _with_stacked_scales(params: dict[str, jax.Array], layout: _Layout) -> dict[str, jax.Array]:

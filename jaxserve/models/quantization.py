@@ -27,7 +27,7 @@ TINIEST = 1e-30  # what the largest magnitude of a row is taken for at least: it
 # jax's Device.device_kind, by what the matrix units multiply.
 _AMPERE = r"NVIDIA (?:A(?:2|10|10G|10M|16|30|40|100|800)|RTX A\d+|GeForce RTX 30\d0)\b"  # compute capability 8.0, 8.6
 _FROM_ADA_ON = (  # 8.9, 9.0, 10.x and 12.x
-    r"NVIDIA (?:L(?:2|4|20|40|40S)|.*\bAda\b|GeForce RTX [45]0\d0|G?H(?:20|100|200|800)|G?B\d+|.*\bBlackwell\b)"
+    r"NVIDIA (?:L(?:2|4|20|40|40S)|.*Ada|GeForce RTX [45]0\d0|G?H(?:20|100|200|800)|G?B\d+|.*Blackwell)\b"
 )
 
 
