@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -200,15 +199,16 @@ LOGITS = {"int8": 0.075, "fp8": 0.25}
 CLEAR = {"int8": 0.25, "fp8": 1.0}
 
 
-@cache
-def plain_logits(case: str) -> Callable[[list[int]], np.ndarray]:
-    return logits_of(load(case))
+@pytest.fixture(scope="module", params=CASES)
+def plain(request: pytest.FixtureRequest) -> tuple[str, Callable[[list[int]], np.ndarray]]:
+    """A golden's name, and logits of its model in float32."""
+    return request.param, logits_of(load(request.param))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("case", CASES)
-def test_logits_are_close_to_float32(case: str, name: str):
-    wanted, got = plain_logits(case), logits_of(quantized(case, name))
+def test_logits_are_close_to_float32(plain: tuple[str, Callable[[list[int]], np.ndarray]], name: str):
+    case, wanted = plain
+    got = logits_of(quantized(case, name))
     losses, num_clear = [], 0
     for entry in json.loads((GOLDENS / case / "golden.json").read_text()):
         ids = [*entry["prompt_ids"], *entry["ids"]]
