@@ -21,7 +21,7 @@ DEMO_MODEL = "demo"  # MODEL of `jaxserve serve` without one: SmolLM2-135M-Instr
 
 # Options that people bring from vLLM and that jaxserve does not have, so that they are refused by name.
 NOT_YET = frozenset(
-    "pipeline_parallel_size data_parallel_size enable_expert_parallel quantization kv_cache_dtype "
+    "pipeline_parallel_size data_parallel_size enable_expert_parallel kv_cache_dtype "
     "trust_remote_code enable_lora lora_modules max_loras max_lora_rank speculative_config speculative_model "
     "num_speculative_tokens swap_space cpu_offload_gb ssl_keyfile ssl_certfile limit_mm_per_prompt rope_scaling "
     "hf_overrides distributed_executor_backend".split()
@@ -42,6 +42,7 @@ TOOL_CALL_PARSERS = (
     "deepseek_v3", "deepseek_v31", "granite", "hermes", "llama3_json", "mistral", "openai", "phi4_mini_json",
     "pythonic", "qwen3_coder", "qwen3_xml",
 )  # fmt: skip
+QUANTIZATIONS = ("int8", "fp8")
 REASONING_PARSERS = ("deepseek_r1", "granite", "mistral", "openai", "openai_gptoss", "qwen3")
 
 
@@ -132,6 +133,13 @@ class EngineConfig:
         "type of weights and activations; auto: bfloat16, or float32 on a CPU that does not compute in bfloat16",
         group="model",
         choices=("auto", "bfloat16", "float16", "float32"),
+    )
+    quantization: str | None = option(
+        None,
+        "weights kept in 8 bits and multiplied so, activations too, quantized on the way; int8: TPU v4 to v6e, NVIDIA "
+        "from Ampere on, CPU; fp8: NVIDIA from Ada on, TPU 7x (if not given: as the dtype says)",
+        group="model",
+        choices=QUANTIZATIONS,
     )
     max_model_len: int | str | None = option(
         None,

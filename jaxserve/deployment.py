@@ -4,13 +4,14 @@ Resolved from names alone, so that programs can be compiled for a device that is
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxserve.config import UNLIMITED, EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import ModelConfig
+from jaxserve.models.quantization import check_device
 from jaxserve.models.registry import resolve
 from jaxserve.pallas_kernels.ops import Backend, resolve_backend
 from jaxserve.shapes import Bucket, Limit, make_buckets, step_limits
@@ -29,17 +30,25 @@ class Deployment:
     """Options with nothing left open."""
 
     model: ModelConfig
-    dtype: str  # of weights, activations and KV pages
+    dtype: str  # of weights that are not quantized, activations and KV pages
     backend: Backend
     page_size: int
     max_num_seqs: int
     limits: tuple[Limit, ...]  # of steps with prompts in them, see `step_limits`
     buckets: tuple[Bucket, ...]
 
+    @property
+    def types(self) -> str:
+        """What is computed in, for logs: bfloat16, or bfloat16 and int8."""
+        return f"{self.dtype} and {self.model.quantization}" if self.model.quantization else self.dtype
+
 
 def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: str, device_kind: str) -> Deployment:
     """What `config` asks for, of a model with this config.json. Raises ConfigError if it cannot be honoured."""
     model, _ = resolve(hf)
+    if config.quantization:
+        check_device(config.quantization, device_kind)
+        model = replace(model, quantization=config.quantization)
     shard = shard_of(model, config.tensor_parallel_size)
     _check_max_model_len(config.max_model_len, model.max_model_len)
     dtype, max_num_seqs, budget, mixed = _resolve_choices(config, platform, model.hidden_size)
@@ -58,8 +67,8 @@ def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: st
             f"got {page_size}",
             param="page_size",
         )
-    # XLA's CPU products of one row in 16 bits are 6 times as slow as those of two.
-    fewest_rows = 2 if platform == "cpu" and dtype != "float32" else 1
+    # XLA's CPU products of one row in 16 bits are 6 times as slow as those of two, in 8 bits 10 times.
+    fewest_rows = 2 if platform == "cpu" and (config.quantization or dtype != "float32") else 1
     return Deployment(
         model=model,
         dtype=dtype,

@@ -67,7 +67,7 @@ class Engine:
                 programs.begin_profile()
             loaded = load()
             log.info(
-                "weights: %s, %s of %s on %d x %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.dtype,
+                "weights: %s, %s of %s on %d x %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.types,
                 mesh.size, device.device_kind, time.monotonic() - started,
             )  # fmt: skip
             self._runner = Runner(config, loaded, programs, tracers)

@@ -79,7 +79,7 @@ class Fit:
         model = self.deployment
         count = self.config.tensor_parallel_size
         return (
-            f"{model.model.architecture} in {model.dtype}, {model.max_num_seqs} sequences, on {count} "
+            f"{model.model.architecture} in {model.types}, {model.max_num_seqs} sequences, on {count} "
             f"chip{'' if count == 1 else 's'} of {self.topology}"
         )
 
@@ -137,17 +137,21 @@ class Fit:
         if not isinstance(size, Bucket):
             return Best(4 * size * model.vocab_size / chip.hbm_bytes_per_s, 0.0)
         token_bytes = pool.page_bytes / pool.page_size
-        tables = self.programs.table_bytes  # the embedding, the head: each, or both in one
-        looked_up = 0 if model.tied_embeddings else tables
+        looked_up = 0 if model.tied_embeddings else self.programs.table_bytes
         keys = size.decode_rows * context + size.prefill_tokens
         memory = self.weight_bytes - looked_up + (keys + size.tokens) * token_bytes
-        itemsize = jax.numpy.dtype(self.deployment.dtype).itemsize
-        head = tables / itemsize
-        layers = self.weight_bytes / itemsize - head * (1 if model.tied_embeddings else 2)
         pairs = size.decode_rows * context + size.prefill_tokens * min(size.prefill_tokens, context) / 2
-        flops = 2 * (size.tokens * layers + size.rows * head)
-        flops += 4 * pairs * model.num_heads * model.head_dim * model.num_layers
-        return Best(memory / chip.hbm_bytes_per_s, flops / chip.bf16_flops_per_s)
+        attention = 4 * pairs * model.num_heads * model.head_dim * model.num_layers
+        layers, head = (2 * count for count in self.programs.matrix_elements)
+        compute_s = attention / chip.bf16_flops_per_s
+        compute_s += size.tokens * layers / self._flops_per_s(quantized=True)
+        compute_s += size.rows * head / self._flops_per_s(quantized=not model.tied_embeddings)
+        return Best(memory / chip.hbm_bytes_per_s, compute_s)
+
+    def _flops_per_s(self, *, quantized: bool) -> float:
+        """Of products with matrices that are quantized where anything is, or never."""
+        chip = self.topology.chip
+        return chip.int8_flops_per_s if quantized and self.programs.model.quantization else chip.bf16_flops_per_s
 
 
 def nearest(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) -> Iterator[str]:

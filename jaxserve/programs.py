@@ -192,8 +192,15 @@ class Programs:
 
     @property
     def table_bytes(self) -> int:
-        """Of the embedding, on each device; the head has as many."""
+        """Of the embedding, on each device."""
         return nbytes(self._params["embed"])
+
+    @property
+    def matrix_elements(self) -> tuple[int, int]:
+        """Of the matrices of all layers, and of the head, on each device."""
+        model, embed = self.model, self._params["embed"]
+        layers = sum(map(elements, jax.tree.leaves(self._params["layers"])))
+        return layers, elements(embed if model.tied_embeddings else self._params["lm_head"])
 
     def new_kv(self, num_pages: int) -> list[KVPages]:
         head_dim = self.backend.stored_head_dim(self.model.head_dim)
@@ -320,11 +327,12 @@ def _alike(a: Key, b: Key) -> bool:
 
 def nbytes(tree: Any) -> int:
     """Bytes of shapes, on each device."""
+    return sum(elements(a) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
-    def shape(a: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-        return a.shape if a.sharding is None else a.sharding.shard_shape(a.shape)
 
-    return sum(math.prod(shape(a)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+def elements(a: jax.ShapeDtypeStruct) -> int:
+    """Of an array, on each device."""
+    return math.prod(a.shape if a.sharding is None else a.sharding.shard_shape(a.shape))
 
 
 @contextlib.contextmanager

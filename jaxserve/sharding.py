@@ -160,6 +160,16 @@ def spec_at(sharding: Any) -> PartitionSpec:
     return sharding.spec if isinstance(sharding, NamedSharding) else WHOLE
 
 
+def rows_of(spec: PartitionSpec) -> PartitionSpec:
+    """How an array is split that has an element for each row of a matrix that is split so."""
+    return PartitionSpec(*tuple(spec)[:1])
+
+
+def in_is_split(spec: PartitionSpec) -> bool:
+    """Whether devices have parts of each row of a matrix [out, in] that is split so."""
+    return AXIS in tuple(spec)[1:]
+
+
 def described(sharding: Any) -> str:
     """How an array is split, and over how many devices; not which ones."""
     return f"{sharding.spec}/{sharding.mesh.size}" if isinstance(sharding, NamedSharding) else ""
@@ -209,6 +219,11 @@ def this_shard(shards: int) -> Any:
 def add_up(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
     """The sum over all devices, on each of them."""
     return lax.psum(x, AXIS) if shards > 1 else x
+
+
+def largest(x: Float[Array, "..."], shards: int) -> Float[Array, "..."]:
+    """The largest over all devices, on each of them."""
+    return lax.pmax(x, AXIS) if shards > 1 else x
 
 
 def look_up(table: Float[Array, "rows D"], ids: Int[Array, " T"], shards: int) -> Float[Array, "T D"]:

@@ -19,14 +19,16 @@ GiB, MiB = 2**30, 2**20
 class Chip:
     """One kind of chip. Figures are of one chip, which is one device of jax.
 
-    HBM that programs may use: what libtpu 0.0.50 says when it refuses one that is too large. Bandwidth and bfloat16
-    peak: docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e. VMEM of a TensorCore: docs.jax.dev, Pallas TPU hardware.
+    HBM that programs may use: what libtpu 0.0.50 says when it refuses one that is too large. Bandwidth and peaks:
+    docs.cloud.google.com/tpu/docs/v4, v5e, v5p, v6e; int8 on v5p: tpu_info.py of jax 0.12. VMEM of a TensorCore:
+    docs.jax.dev, Pallas TPU hardware.
     """
 
     name: str
     hbm_bytes: int
     hbm_bytes_per_s: float
     bf16_flops_per_s: float
+    int8_flops_per_s: float
     vmem_bytes: int
     cores: int = 1  # TensorCores; where there are two, names of slices count them
     config: str | None = None  # libtpu's name for how a Cloud host sets the chip up, where it is not the default
@@ -35,10 +37,10 @@ class Chip:
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", int(30.75 * GiB), 1.2e12, 275e12, 16 * MiB, cores=2, config="megacore"),
-        Chip("v5e", int(15.75 * GiB), 819e9, 197e12, 128 * MiB),
-        Chip("v5p", int(95.73 * GiB), 2.765e12, 459e12, 64 * MiB, cores=2, config="megachip_tccontrol"),
-        Chip("v6e", int(31.24 * GiB), 1.638e12, 918e12, 128 * MiB, config="megachip_tccontrol"),
+        Chip("v4", int(30.75 * GiB), 1.2e12, 275e12, 275e12, 16 * MiB, cores=2, config="megacore"),
+        Chip("v5e", int(15.75 * GiB), 819e9, 197e12, 393e12, 128 * MiB),
+        Chip("v5p", int(95.73 * GiB), 2.765e12, 459e12, 918e12, 64 * MiB, cores=2, config="megachip_tccontrol"),
+        Chip("v6e", int(31.24 * GiB), 1.638e12, 918e12, 1836e12, 128 * MiB, config="megachip_tccontrol"),
     )
 }
 ALIASES = {"v5litepod": "v5e"}

@@ -227,6 +227,50 @@ def test_each_device_gets_its_share_of_the_weights(case: str, size: int, how: di
     assert sum(sizes.values()) < (alone.nbytes + twice) * 1.1
 
 
+@pytest.mark.parametrize("how", [{}, {"load_format": "dummy"}], ids=str)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", ["llama3_bias_tied", "qwen3"])
+def test_quantized_weights_are_those_of_one_device(case: str, size: int, how: dict):
+    """Scales of o and down, whose rows are split, are of whole rows, and the same on each device."""
+    checkpoint = Checkpoint.open(EngineConfig(model=str(GOLDENS / case)))
+    config = replace(resolve(checkpoint.config)[0], quantization="int8")
+    alone = load_model(checkpoint, config, "float32", progress=False, **how)
+    split = load_model(checkpoint, config, "float32", progress=False, mesh=mesh_of(devices(size)), **how)
+    for name in ("o", "down"):
+        assert split.params[f"{name}_scale"].sharding.is_fully_replicated
+        np.testing.assert_array_equal(split.params[f"{name}_scale"], alone.params[f"{name}_scale"])
+        for layer, whole in zip(split.params["layers"].values(), alone.params["layers"].values(), strict=True):
+            np.testing.assert_array_equal(layer[name], whole[name])
+    for name in ("qkv", "gate_up"):
+        for i in range(config.num_layers):
+            whole = {tuple(row): s for row, s in zip(np.asarray(alone.params["layers"][i][name]), np.asarray(alone.params[f"{name}_scale"][i]), strict=True)}  # fmt: skip
+            rows = zip(
+                np.asarray(split.params["layers"][i][name]), np.asarray(split.params[f"{name}_scale"][i]), strict=True
+            )
+            assert all(whole[tuple(row)] == scale for row, scale in rows)
+    if "lm_head" in alone.params:
+        np.testing.assert_array_equal(split.params["lm_head_scale"], alone.params["lm_head_scale"])
+        assert split.params["lm_head_scale"].sharding.spec == PartitionSpec(AXIS)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_quantized_model_on_several_devices_is_as_close_to_float32(size: int):
+    """Not the same: each device scales its own part of a token, before o and down."""
+
+    def logprobs(**how) -> np.ndarray:
+        engine = Engine(config_of("qwen3", dtype="float32", **how), checks=True)
+        deltas = run(engine, [request(i, e["prompt_ids"], 1, prompt_logprobs=0) for i, e in enumerate(golden("qwen3"))])
+        found = [delta.prompt_logprobs for each in deltas.values() for delta in each if delta.prompt_logprobs]
+        return np.array([token.logprob for prompt in found for token in prompt if token])
+
+    exact, alone = logprobs(), logprobs(quantization="int8")
+    split = logprobs(quantization="int8", tensor_parallel_size=size)
+    assert len(exact) > 90
+    error, of_one = (np.sqrt(np.mean((found - exact) ** 2)) for found in (split, alone))
+    assert 0 < error < 1.1 * of_one
+    assert abs(split.mean() / exact.mean() - 1) < 0.01
+
+
 def test_the_vocabulary_is_filled_up(folder: Path):
     config = resolve(HEADS_OF_8)[0]
     model = load_model(None, config, "float32", load_format="dummy", mesh=mesh_of(devices(8)), progress=False)

@@ -113,6 +113,28 @@ def test_chips_share_weights_and_kv_heads_and_add_up_their_parts(tpu_chip):
     assert "ragged_paged_attention_1" in text
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_in_8_bits_take_half_and_are_multiplied_at_twice_the_speed(tied: bool, tpu_chip):
+    shape = WIDE | {"intermediate_size": 8192, "vocab_size": 2048, "tie_word_embeddings": tied}
+    fits = {}
+    for quantization in (None, "int8"):
+        config = EngineConfig(max_num_seqs=8, kv_cache_memory_bytes=KV_BYTES, quantization=quantization)
+        fits[quantization] = Fit(config, shape, parse_topology("v5e-1"))
+    plain, int8 = fits[None], fits["int8"]
+    assert "LlamaForCausalLM in bfloat16 and int8, 8 sequences" in int8.what
+    table = plain.programs.table_bytes
+    assert int8.programs.table_bytes == table, "the embedding stays"
+    assert int8.weight_bytes - table == pytest.approx((plain.weight_bytes - table) / 2, rel=0.01)
+    assert int8.programs.matrix_elements == plain.programs.matrix_elements
+    pool = int8.programs.size_pool(int8.config, lambda: 0)
+    steps = {key[1].prefill_tokens: key for key in plain.programs.keys if key[0].value == "plain"}
+    decode, prefill = steps[0], steps[max(steps)]
+    for key, times in ((decode, 1.8), (prefill, 1.9)):
+        slow, fast = (fit.best(key, pool, 16) for fit in (plain, int8))
+        assert slow.bound == fast.bound == ("memory" if key is decode else "compute")
+        assert 2 >= slow.seconds / fast.seconds > times
+
+
 def test_a_kv_cache_that_the_chip_cannot_hold_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setattr(Programs, "_measure", lambda self: Needs(slots=2**20, step=2**24, code=2**24))
     assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--kv-cache-memory-bytes", "15.7GiB"]) == 2
@@ -137,6 +159,7 @@ def test_a_kv_cache_that_is_too_small_says_what_length_fits(model: Path, capsys)
         (("--topology", "v5e-4", "--tensor-parallel-size", "8"), "must be at most 4, the chips of v5e-4, got 8"),
         (("--topology", "v5e-4", "--tensor-parallel-size", "3"), "--tensor-parallel-size must divide"),
         (("--topology", "v5e-1", "--attention-backend", "mosaic_gpu"), "it needs an NVIDIA Hopper GPU"),
+        (("--topology", "v5e-1", "--quantization", "fp8"), "this is TPU v5 lite: --quantization int8, or leave it out"),
     ],
 )
 def test_wrong_options_are_refused(model: Path, argv, message, capsys):

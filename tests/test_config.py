@@ -302,7 +302,7 @@ KNOWN = [
         ("--data_parallel_size=2", "--data_parallel_size is not supported yet"),
         ("-dp", "-dp (--data-parallel-size) is not supported yet"),
         ("-tp", "unknown option '-tp': did you mean --tensor-parallel-size?"),
-        ("quantization", "quantization is not supported yet"),
+        ("kv-cache-dtype", "kv-cache-dtype is not supported yet"),
     ],
 )
 def test_what_is_said_of_an_unknown_option(given: str, said: str):

@@ -114,7 +114,7 @@ def check_every_path(engine: Engine, entries: list[dict], dtype: str) -> None:
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_steps_ahead_change_nothing(ahead, monkeypatch):
-    """Short steps are launched two ahead, on accelerators; stop ids, cancels and grammars come in between."""
+    """Accelerators launch short steps two ahead. What a stop id ends is then two steps further."""
     entries, most = golden("llama"), []
     monkeypatch.setattr(Engine, "_ahead", lambda self: ahead)
     engine = Engine(config_of("llama", pool_tokens=208), checks=True)
@@ -131,6 +131,21 @@ def test_steps_ahead_change_nothing(ahead, monkeypatch):
     stopped = request("s", entries[0]["prompt_ids"], len(ids))
     stopped.stop_ids = [stop]
     assert ids_of(run(engine, [stopped])["s", 0]) == ids[: ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen2_tied", "qwen3"])
+def test_a_quantized_model_says_the_same_on_every_path(case: str):
+    """Alone, after a prefix hit, batched, in chunks, preempted: up to ties, which float32 attention may decide."""
+    engine = Engine(config_of(case, pool_tokens=208, quantization="int8"), checks=True)
+    entries = [entry | {"ids": [], "margins": []} for entry in golden(case)]
+    for i, entry in enumerate(entries):
+        (deltas,) = run(engine, [request(i, entry["prompt_ids"], 16, logprobs=2)]).values()
+        entry["ids"] = ids_of(deltas)
+        for delta in deltas:
+            for token in delta.logprobs:
+                first, second = token.top_logprobs[:2]
+                entry["margins"].append(first - second)
+    check_every_path(engine, entries, "float32")
 
 
 def test_same_seed_same_text_on_every_path():

@@ -419,6 +419,13 @@ async def test_clients_of_every_http_process_are_told_of_a_dead_engine(tmp_path:
         assert "engine process ended" in server.log() and not any(map(is_running, children))
 
 
+async def test_a_quantization_that_the_device_does_not_have_ends_the_start(tmp_path: Path):
+    async with starting(tmp_path, "--quantization", "fp8") as server:
+        assert await server.wait_until_ended() == 2
+        assert "error: --quantization fp8 needs a TPU 7x, or an NVIDIA GPU from Ada on" in server.log()
+        assert "and this is cpu: --quantization int8, or leave it out" in server.log()
+
+
 async def test_a_second_server_finds_a_shared_port_taken(tmp_path: Path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

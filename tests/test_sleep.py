@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jaxserve.config import EngineConfig
@@ -84,6 +85,24 @@ def test_the_same_text_after_sleep_with_no_compile(engine: Engine, level: int, t
     assert engine.stats().compiles_after_warmup == 0
     assert level == 2 or "/jax/core/compile/backend_compile_duration" not in compiles
     assert device_bytes() == full
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_quantized_weights_come_back_as_they_were(level: int):
+    config = EngineConfig(
+        model=str(MODEL), page_size=16, max_num_seqs=4, max_num_batched_tokens=48, max_model_len=64,
+        kv_cache_memory_bytes=2**20, quantization="int8", enforce_eager=True,
+    )  # fmt: skip
+    engine = Engine(config, checks=True)
+    before = ids_of(run(engine, [request("a", PROMPT, 12)])["a", 0])
+    kept = [np.array(weight) for weight in engine._runner._weights]
+    engine.control(Sleep(level=level))
+    engine.control(WakeUp())
+    for was, weight in zip(kept, engine._runner._weights, strict=True):
+        assert was.dtype == weight.dtype
+        np.testing.assert_array_equal(weight, was)
+    assert {str(weight.dtype) for weight in kept} >= {"int8", "float32"}
+    assert ids_of(run(engine, [request("a", PROMPT, 12)])["a", 0]) == before
 
 
 def test_deeper_sleep(engine: Engine):

@@ -1,4 +1,4 @@
-"""Compiled steps never copy a weight or a KV pool: read off the programs that XLA makes, on this host or on a GPU."""
+"""Compiled steps never copy a weight or a KV pool, nor widen a quantized weight: read off the programs that XLA makes, on this host or on a GPU."""
 
 import math
 import re
@@ -8,25 +8,27 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.deployment import resolve_deployment
 from jaxserve.models.loading import model_shapes
 from jaxserve.programs import Kind, Programs
 from jaxserve.sharding import devices, mesh_of
 
 PAGES = 128
+MOVES = ("copy", "copy-start", "transpose")
 ROWS, CHUNK = 32, 64  # so few tokens that no activation is as large as a weight
 HF = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
     "max_position_embeddings": 512,
 }  # fmt: skip
-ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+WIDE = HF | {"hidden_size": 2048}  # so that no activation in 32 bits is as large as a weight in 8
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
-def large_copies(hlo: str, least_bytes: int) -> list[str]:
+def large_copies(hlo: str, least_bytes: int, *, moves: tuple[str, ...] = MOVES) -> list[str]:
     """Instructions that write an array of so many bytes which they only move. Fusions around a product may turn their
     operands as they read them, which costs no memory: what is within those does not count.
     """
@@ -36,21 +38,22 @@ def large_copies(hlo: str, least_bytes: int) -> list[str]:
             continue
         for line in computation.splitlines():
             match = re.search(r" = \(?(\w+)\[([\d,]*)\].*? ([\w-]+)\(", line)
-            if match and match[3] in ("copy", "copy-start", "transpose"):
+            if match and match[3] in moves:
                 elements = math.prod(map(int, match[2].split(",") if match[2] else ()))
                 if elements * ITEM_BYTES[match[1]] >= least_bytes:
                     found.append(line.strip())
     return found
 
 
-def compiled(backend: str, kind: Kind, mixed: bool) -> tuple[str, Programs, int]:
+def compiled(backend: str, kind: Kind, mixed: bool, quantization: str | None = None) -> tuple[str, Programs, int]:
     """A program's HLO, and how many arrays it is given to keep."""
     device = jax.devices()[0]
     config = EngineConfig(
         max_num_seqs=ROWS, max_num_batched_tokens=ROWS + CHUNK, attention_backend=backend,
-        dtype="float32" if device.platform == "cpu" else "bfloat16",
+        dtype="float32" if device.platform == "cpu" else "bfloat16", quantization=quantization,
     )  # fmt: skip
-    deployment, mesh = resolve_deployment(config, HF, device.platform, device.device_kind), mesh_of(devices())
+    hf = WIDE if quantization else HF
+    deployment, mesh = resolve_deployment(config, hf, device.platform, device.device_kind), mesh_of(devices())
     programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
     (size,) = [
         bucket
@@ -69,6 +72,15 @@ def check(backend: str, kind: Kind, mixed: bool) -> None:
     assert (ROWS + CHUNK) * max(2 * model.ffn_size, model.qkv_size) * itemsize < min(weight, pool)
     assert not large_copies(hlo, min(weight, pool))
     assert len(re.findall("(?:may|must)-alias", hlo.splitlines()[0])) == donated > 2 * model.num_layers
+
+
+def check_quantized(backend: str, kind: Kind, mixed: bool, quantization: str) -> None:
+    hlo, programs, _ = compiled(backend, kind, mixed, quantization)
+    model = programs.model
+    weight = model.hidden_size * model.num_heads * model.head_dim  # bytes; o, the smallest matrix
+    assert (ROWS + CHUNK) * max(2 * model.ffn_size, model.qkv_size, model.hidden_size) * 4 < weight
+    assert not large_copies(hlo, weight)
+    assert not large_copies(hlo, 2 * weight, moves=("convert",))
 
 
 def test_a_copy_is_found():
@@ -92,6 +104,7 @@ def test_a_step_on_a_cpu_copies_neither_weights_nor_pools(mixed: bool, tmp_path:
         pytest.skip("this host computes on something else")
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
     check("reference", Kind.FORWARD, mixed)
+    check_quantized("reference", Kind.FORWARD, mixed, "int8")
 
 
 @pytest.mark.gpu
@@ -103,3 +116,14 @@ def test_a_step_on_a_gpu_copies_neither_weights_nor_pools(
 ):
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
     check(backend, kind, mixed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
+def test_a_quantized_step_on_a_gpu_neither_copies_nor_widens_weights(
+    backend: str, quantization: str, mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    check_quantized(backend, Kind.PLAIN, mixed, quantization)

@@ -46,6 +46,26 @@ def lowered(programs: Programs, kind: Kind, size: Bucket | int, monkeypatch: pyt
     return exported.mlir_module(), programs.flat((kind, size), 8, 512)[2]
 
 
+@pytest.mark.parametrize("backend", GPUS)
+def test_quantized_steps_are_others_and_lower_for_cuda(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A start never takes a step of another format out of the cache."""
+    mesh, kind, paths = mesh_of(devices()), GPUS[backend], set()
+    formats = {None: "bf16", "int8": "i8", "fp8": "f8E4M3FN"}
+    if backend == "triton":
+        del formats["fp8"]  # which an A10G does not have
+    key = Kind.PLAIN, SOME[0]
+    for quantization, name in formats.items():
+        config = EngineConfig(**SIZES, attention_backend=backend, quantization=quantization)
+        deployment = resolve_deployment(config, HF, "gpu", kind)
+        shapes = model_shapes(deployment.model, deployment.dtype, mesh)
+        programs = Programs(shapes, deployment, mesh, AbstractDevice(kind, 1, "gpu"))
+        module, _ = lowered(programs, *key, monkeypatch, tmp_path)
+        products = re.findall(r"dot_general.*, tensor<\d+x\d+x(\w+)>\) -> tensor<\d+x\d+x(\w+)>", module)
+        assert {operand for operand, _ in products} == {name}
+        paths.add(programs.path(key, 8, 512))
+    assert len(paths) == len(formats)
+
+
 def test_every_bucket_has_its_programs(programs: Programs):
     assert {size for kind, size in programs.keys if kind is Kind.PLAIN} == set(BUCKETS)
     few = {size for kind, size in programs.keys if kind is Kind.FORWARD}

@@ -78,6 +78,29 @@ def test_a_step_compiles_and_copies_no_pool(programs: Programs, kind: Kind, size
 
 
 @pytest.mark.tpu_aot
+@pytest.mark.parametrize("generation", ["v4", "v5e", "v5p", "v6e"])
+def test_products_of_a_quantized_model_are_of_8_bits(generation: str, tpu_chips):
+    """And no weight is widened, or moved within HBM."""
+    chips = tpu_chips(generation)[:1]
+    hf = SMALL | {
+        "architectures": ["LlamaForCausalLM"], "num_hidden_layers": LAYERS, "num_key_value_heads": 8, "head_dim": 128,
+    }  # fmt: skip
+    config = EngineConfig(max_num_seqs=SLOTS, quantization="int8")
+    made = resolve_deployment(config, hf, chips[0].platform, chips[0].device_kind)
+    mesh = mesh_of(chips)
+    programs = Programs(model_shapes(made.model, made.dtype, mesh), replace(made, buckets=(DECODE,)), mesh)
+    text = programs.lower((Kind.PLAIN, DECODE), PAGES, 2048).compile().as_text()
+    types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
+    products = re.findall(r" = (\w+)\[[\d,]*\]\S* convolution\((%[\w.-]+), (%[\w.-]+)\)", text)
+    assert len(products) == 4 * LAYERS + 1
+    assert {(total, types[x], types[w]) for total, x, w in products} == {("s32", "s8", "s8")}
+    for matrix in jax.tree.leaves(programs._params["layers"]):
+        shape = ",".join(map(str, matrix.shape))
+        assert f"s8[{shape}]" in text
+        assert not re.search(rf"(bf16|f32|s32)\[{shape}\]", text)
+
+
+@pytest.mark.tpu_aot
 def test_a_draw_compiles(programs: Programs):
     _, shapes, donated = programs.flat((Kind.DRAW, SLOTS), PAGES, MAX_MODEL_LEN)
     compiled = programs.lower((Kind.DRAW, SLOTS), PAGES, MAX_MODEL_LEN).compile()

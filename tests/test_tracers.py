@@ -48,9 +48,9 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "steps"
 
 
-def on_h200() -> tuple[EngineConfig, Programs]:
+def on_h200(quantization: str | None = None) -> tuple[EngineConfig, Programs]:
     """Three programs of an H200, traced on this host."""
-    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=65)
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=65, quantization=quantization)
     deployment, mesh = resolve_deployment(config, HF, "gpu", "NVIDIA H200"), mesh_of(devices())
     shapes = model_shapes(deployment.model, deployment.dtype, mesh)
     programs = Programs(shapes, deployment, mesh, AbstractDevice("NVIDIA H200", 1, "gpu"))
@@ -104,15 +104,17 @@ def test_a_first_start_has_them_and_a_second_needs_none(steps: Path, caplog, mon
     assert {path.name: module(path) for path in (steps / "alone" / "steps").iterdir()} == traced
 
 
-def test_a_gpus_programs_are_the_same_ones(steps: Path, monkeypatch: pytest.MonkeyPatch, caplog):
-    config, programs = on_h200()
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_a_gpus_programs_are_the_same_ones(steps: Path, monkeypatch: pytest.MonkeyPatch, caplog, quantization):
+    config, programs = on_h200(quantization)
     with Tracers(config, HF, programs) as found:
         found.start(len(programs.keys))  # ahead: the pool's size may come later
         found.trace(*SIZES)
         traced = all_traced(found, programs, steps)
     assert not messages(caplog)
     assert all("('cuda',)" in functions for functions in traced.values())
-    assert any("mosaic_gpu_v2" in function for functions in traced.values() for function in functions)
+    for word in ("mosaic_gpu_v2", "f8E4M3FN" if quantization else "bf16"):
+        assert any(word in function for functions in traced.values() for function in functions)
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(steps / "alone"))
     for key in programs.keys:
         programs.trace(key, *SIZES)

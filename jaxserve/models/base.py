@@ -41,6 +41,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over H of q and k, before rope
+    quantization: str | None = None  # a name in quantization.FORMATS: how matrices are kept and multiplied
     shards: int = 1  # more than 1: this is one of so many shards, and N, K and F are its own (sharding.py)
 
     @property

@@ -2,7 +2,8 @@
 
 Weights are stored [out, in], as checkpoints have them: nothing is transposed on the way, and XLA's CPU matmul is faster
 so. q/k/v are one matrix and gate/up another; norms and biases are stacked over layers into one array each: a step has
-few arguments, because each costs dispatch time.
+few arguments, because each costs dispatch time. Matrices may be quantized (quantization.py): then there are scales of
+their rows, stacked likewise. Embeddings are not, nor is a head that is one.
 Layers are a Python loop, unrolled under jit: a scan would slice (copy) stacked weights and KV on every step. The layer
 itself is one jitted function, so that it is traced once per step and not L times.
 Norms, rope and logits are float32; matmuls accumulate in float32.
@@ -16,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from jaxserve.models.base import ModelConfig, Piece
+from jaxserve.models.quantization import FORMATS, format_of, quantize
 from jaxserve.sharding import add_up, gather_columns, look_up
 
 
@@ -69,20 +71,35 @@ class Operations(NamedTuple):
 
 
 def matmul(
-    x: Float[Array, "T in"], w: Float[Array, "out in"], *, out_dtype: Any = None, parts: int = 1
-) -> Float[Array, "*n T out"]:
+    x: Float[Array, "T in"], w: Num[Array, "out in"], scale: Float[Array, " out"] | None = None, *,
+    out_dtype: Any = None, parts: int = 1,
+) -> Float[Array, "*n T out"]:  # fmt: skip
     """x @ w.T; with float32 weights the product is float32 on every device, not TF32.
 
+    With the scales of a quantized w: x @ (w * scale[:, None]).T, of x that is quantized as w is.
     More than one of `parts`: sums over so many parts of `in`, float32, that are still to be added up.
     All backends accumulate in float32 whatever they return; asking for float32 and casting would write it out.
     Not written as `x @ w.T`: XLA's CPU backend then copies the matrix element by element on every call with one row.
     """
+    if scale is not None:
+        assert parts == 1, "a quantized product has no parts"
+        return _quantized_matmul(x, w, scale, out_dtype or x.dtype)
     precision = jax.lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
     contract, dtype = (((1,), (1,)), ((), ())), out_dtype or x.dtype
     if parts > 1:
         x, w = (a.reshape(a.shape[0], parts, -1) for a in (x, w))
         contract, dtype = (((2,), (2,)), ((1,), (1,))), jnp.float32
     return jax.lax.dot_general(x, w, contract, precision=precision, preferred_element_type=dtype)
+
+
+def _quantized_matmul(
+    x: Float[Array, "T in"], w: Num[Array, "out in"], scale: Float[Array, " out"], out_dtype: Any
+) -> Float[Array, "T out"]:
+    format = format_of(w.dtype)
+    assert format is not None, "what has scales is quantized"
+    numbers, row_scale = quantize(x, format)
+    sums = jax.lax.dot_general(numbers, w, (((1,), (1,)), ((), ())), preferred_element_type=format.sum_dtype)
+    return (sums.astype(jnp.float32) * row_scale[:, None] * scale).astype(out_dtype)
 
 
 def rope_tables(
@@ -114,8 +131,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: Any):
         V, D, F, L, H = config.vocab_rows, config.hidden_size, config.ffn_size, config.num_layers, config.head_dim
         self.config = config
+        matrix_dtype = FORMATS[config.quantization].dtype if config.quantization else dtype
         self.embed = nnx.Param(jnp.zeros((V, D), dtype))
-        self.layers = nnx.List([DecoderLayer(config, dtype) for _ in range(L)])
+        self.layers = nnx.List([DecoderLayer(config, matrix_dtype) for _ in range(L)])
         self.attn_norm = nnx.Param(jnp.ones((L, D), dtype))
         self.mlp_norm = nnx.Param(jnp.ones((L, D), dtype))
         self.final_norm = nnx.Param(jnp.ones((D,), dtype))
@@ -130,7 +148,12 @@ class Decoder(nnx.Module):
             self.gate_up_bias = nnx.Param(jnp.zeros((L, 2 * F), dtype))
             self.down_bias = nnx.Param(jnp.zeros((L, D), dtype))
         if not config.tied_embeddings:
-            self.lm_head = nnx.Param(jnp.zeros((V, D), dtype))
+            self.lm_head = nnx.Param(jnp.zeros((V, D), matrix_dtype))
+        if config.quantization:
+            for name, rows in (("qkv", config.qkv_size), ("o", D), ("gate_up", 2 * F), ("down", D)):
+                setattr(self, f"{name}_scale", nnx.Param(jnp.ones((L, rows), jnp.float32)))
+            if not config.tied_embeddings:
+                self.lm_head_scale = nnx.Param(jnp.ones((V,), jnp.float32))
 
     @classmethod
     def config_from_hf(cls, hf: Mapping[str, Any]) -> ModelConfig:
@@ -204,8 +227,10 @@ class Decoder(nnx.Module):
 
     def own_logits(self, hidden: Float[Array, "S D"]) -> Float[Array, "S rows"]:
         """float32 scores of the rows of the vocabulary that this device has, any past its end included."""
-        head = self.embed if self.config.tied_embeddings else self.lm_head
-        return matmul(hidden, head[...], out_dtype=jnp.float32)
+        if self.config.tied_embeddings:
+            return matmul(hidden, self.embed[...], out_dtype=jnp.float32)
+        scale = self.lm_head_scale[...] if self.config.quantization else None
+        return matmul(hidden, self.lm_head[...], scale, out_dtype=jnp.float32)
 
     def _layer_weights(self, i: int) -> dict[str, Array]:
         """One layer's matrices, and its rows of the stacks."""
@@ -214,7 +239,10 @@ class Decoder(nnx.Module):
 
 
 # sinks [L, N]: see `reference.attention`
-_STACKED = ("mlp_norm", "q_norm", "k_norm", "qkv_bias", "sinks", "o_bias", "gate_up_bias", "down_bias")
+_STACKED = (
+    "mlp_norm", "q_norm", "k_norm", "qkv_bias", "sinks", "o_bias", "gate_up_bias", "down_bias",
+    "qkv_scale", "o_scale", "gate_up_scale", "down_scale",
+)  # fmt: skip
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -239,30 +267,31 @@ def attention(
 ) -> tuple[Float[Array, "*n T_or_S D"], Any]:  # fmt: skip
     """Grouped-query attention over the pages of each row."""
     out, kv_l = ops.attend(
-        matmul(x, w["qkv"]), kv_l, rope, num_heads=config.num_heads, bias=w.get("qkv_bias"), q_norm=w.get("q_norm"),
-        k_norm=w.get("k_norm"), eps=config.norm_eps, scale=config.attention_scale, sliding_window=window, softcap=None,
-        sinks=w.get("sinks"),
+        matmul(x, w["qkv"], w.get("qkv_scale")), kv_l, rope, num_heads=config.num_heads, bias=w.get("qkv_bias"),
+        q_norm=w.get("q_norm"), k_norm=w.get("k_norm"), eps=config.norm_eps, scale=config.attention_scale,
+        sliding_window=window, softcap=None, sinks=w.get("sinks"),
     )  # fmt: skip
     out = out.reshape(x.shape[0], -1)
-    return block_output(config, out if rows is None else out[rows], w["o"], w.get("o_bias"), ops), kv_l
+    return block_output(config, w, "o", out if rows is None else out[rows], ops), kv_l
 
 
 def gated_mlp(
     config: ModelConfig, w: dict[str, Array], x: Float[Array, "T D"], ops: Operations
 ) -> Float[Array, "*n T D"]:
     """SwiGLU (arXiv:2002.05202)."""
-    gate_up = matmul(x, w["gate_up"])
+    gate_up = matmul(x, w["gate_up"], w.get("gate_up_scale"))
     if "gate_up_bias" in w:
         gate_up = gate_up + w["gate_up_bias"]
     gate, up = jnp.split(gate_up, 2, axis=-1)
-    return block_output(config, jax.nn.silu(gate) * up, w["down"], w.get("down_bias"), ops)
+    return block_output(config, w, "down", jax.nn.silu(gate) * up, ops)
 
 
 def block_output(
-    config: ModelConfig, x: Float[Array, "T in"], w: Float[Array, "D in"], bias: Float[Array, " D"] | None,
-    ops: Operations,
-) -> Float[Array, "*n T D"]:  # fmt: skip
+    config: ModelConfig, w: dict[str, Array], name: str, x: Float[Array, "T in"], ops: Operations
+) -> Float[Array, "*n T D"]:
     """What a block adds to the residual stream: its last product, in parts if `ops.add_norm` takes them best so."""
-    parts = ops.parts(x.shape[0], *w.shape) if bias is None and config.shards == 1 else 1
-    out = add_up(matmul(x, w, parts=parts), config.shards)
+    matrix, bias, scale = w[name], w.get(f"{name}_bias"), w.get(f"{name}_scale")
+    in_parts = bias is None and scale is None and config.shards == 1
+    parts = ops.parts(x.shape[0], *matrix.shape) if in_parts else 1
+    out = add_up(matmul(x, matrix, scale, parts=parts), config.shards)
     return out if bias is None else out + bias

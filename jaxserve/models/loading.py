@@ -1,7 +1,8 @@
 """Weights from a checkpoint (or from nothing) to the devices, one tensor at a time.
 
-Each tensor goes to the devices as the file has it, to each its shard; joining (q/k/v, gate/up) and casting happen
-there. The host therefore holds one tensor at a time, plus the rows of norms and biases that are stacked over layers.
+Each tensor goes to the devices as the file has it, to each its shard; joining (q/k/v, gate/up), casting and quantizing
+happen there. The host therefore holds one tensor at a time, plus the rows of norms and biases that are stacked over
+layers.
 """
 
 from collections import Counter
@@ -14,13 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.errors import ConfigError
 from jaxserve.models.base import ModelConfig, Piece
 from jaxserve.models.layers import Decoder
+from jaxserve.models.quantization import format_of, quantize
 from jaxserve.models.registry import ARCHITECTURES
 from jaxserve.sharding import (
     WHOLE,
@@ -28,9 +30,11 @@ from jaxserve.sharding import (
     cut,
     devices,
     from_shards,
+    in_is_split,
     mesh_of,
     on_each,
     place,
+    rows_of,
     shard_of,
     spec_at,
     spec_of,
@@ -137,7 +141,7 @@ class _Loader:
         self.params: dict[str, jax.Array] = {}
         self.waiting: dict[str, dict[str, Any]] = {}  # param -> HF name -> part on the devices, or row on the host
         self.in_flight: Any = ()  # the parameter that the devices may still be copying from the host
-        self.join = cache(self._joined)
+        self.join = cache(lambda param: _matrix(layout.mesh, list, spec_at(param.sharding), param))
 
     def load(self, checkpoint: Checkpoint, progress: bool) -> dict[str, jax.Array]:
         self._check_names(checkpoint)
@@ -147,7 +151,7 @@ class _Loader:
                 if name in pieces:
                     self._add(name, read())
                     bar.update()
-        return jax.block_until_ready(self.params)
+        return jax.block_until_ready(_with_stacked_scales(self.params, self.layout))
 
     def _check_names(self, checkpoint: Checkpoint) -> None:
         """Raises ConfigError before anything is read, which may take minutes."""
@@ -176,28 +180,52 @@ class _Loader:
         if len(parts) == len(self.layout.wanted[piece.param]):
             del self.waiting[piece.param]
             jax.block_until_ready(self.in_flight)
-            self.in_flight = self.params[piece.param] = self._make(piece, parts)
+            self.params[piece.param], *scale = self._make(piece, parts)
+            self.params |= {f"{piece.param}_scale": found for found in scale}
+            self.in_flight = self.params[piece.param]
 
-    def _make(self, piece: Piece, parts: dict[str, Any]) -> jax.Array:
+    def _make(self, piece: Piece, parts: dict[str, Any]) -> tuple[jax.Array, ...]:
+        """The parameter and, if it is quantized, its scales."""
         param, names = self.layout.params[piece.param], self.layout.wanted[piece.param]
         if piece.layer is None:
-            return self.join(param.sharding, param.dtype)([parts[name] for name in names])
+            return self.join(param)([parts[name] for name in names])
         shape = param.sharding.shard_shape(param.shape)
 
         def stacked(i: int) -> np.ndarray:
             rows = [self.layout.shard_of(name, parts[name], i).astype(np.float32) for name in names]
             return np.concatenate(rows).reshape(shape).astype(param.dtype)
 
-        return from_shards(param.sharding, shape, stacked)
-
-    def _joined(self, sharding: Sharding, dtype: Any) -> Callable[[list[jax.Array]], jax.Array]:
-        spec = spec_at(sharding)
-        return jax.jit(on_each(partial(_join, dtype=dtype), self.layout.mesh, spec, spec), out_shardings=sharding)
+        return (from_shards(param.sharding, shape, stacked),)
 
 
-def _join(parts: list[jax.Array], *, dtype: Any) -> jax.Array:
-    """Parts [out_i, in] -> one [sum of out_i, in] in dtype."""
-    return jnp.concatenate([p.astype(dtype) for p in parts])
+def _matrix(
+    mesh: Mesh, make: Callable[[Any], list[jax.Array]], in_spec: PartitionSpec, param: jax.ShapeDtypeStruct
+) -> Callable[[Any], tuple[jax.Array, ...]]:
+    """A program that gives `param` and, if it is quantized, the scales of its rows. `make` makes on each device, of an
+    argument that is split like `in_spec`, the parts of its shard.
+    """
+    spec, format = spec_at(param.sharding), format_of(param.dtype)
+    specs = (spec,) if format is None else (spec, rows_of(spec))
+    shards = mesh.size if in_is_split(spec) else 1
+
+    def joined(argument: Any) -> tuple[jax.Array, ...]:
+        parts = make(argument)
+        if format is None:
+            return (jnp.concatenate([part.astype(param.dtype) for part in parts]),)
+        numbers, scales = zip(*(quantize(part, format, shards=shards) for part in parts), strict=True)
+        return jnp.concatenate(numbers), jnp.concatenate(scales)
+
+    places = tuple(place(mesh, each) for each in specs)
+    return jax.jit(on_each(joined, mesh, in_spec, specs), out_shardings=places)
+
+
+def _with_stacked_scales(params: dict[str, jax.Array], layout: _Layout) -> dict[str, jax.Array]:
+    """The scales of all layers (layers.0.qkv_scale, ...) in one array (qkv_scale)."""
+    for name, param in layout.params.items():
+        if name.endswith("_scale") and name not in params:
+            rows = [params.pop(f"layers.{i}.{name}") for i in range(param.shape[0])]
+            params[name] = jax.jit(jnp.stack, out_shardings=param.sharding)(rows)
+    return params
 
 
 def _some(names: list[str], limit: int = 5) -> str:
@@ -210,12 +238,13 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 def _dummy(layout: _Layout, seed: int, progress: bool) -> dict[str, jax.Array]:
     """Random matrices, norms of one, biases of zero, all made on the devices. One compilation per shape."""
-    params, bar = {}, tqdm(layout.params.items(), desc="Making dummy weights", unit="tensor", disable=not progress)
+    made = [(name, param) for name, param in layout.params.items() if not name.endswith("_scale")]
+    params, bar = {}, tqdm(made, desc="Making dummy weights", unit="tensor", disable=not progress)
 
     @cache
-    def matrix(parts: tuple[tuple[Shape, Shape], ...], sharding: Sharding, dtype: Any) -> Callable[[Any], jax.Array]:
-        make = partial(_random_shard, parts=parts, shards=layout.mesh.size, dtype=dtype)
-        return jax.jit(on_each(make, layout.mesh, WHOLE, spec_at(sharding)), out_shardings=sharding)
+    def matrix(parts: tuple[tuple[Shape, Shape], ...], param: jax.ShapeDtypeStruct) -> Callable[[Any], Any]:
+        make = partial(_random_shard, parts=parts, shards=layout.mesh.size)
+        return _matrix(layout.mesh, lambda seed: [make(seed)], WHOLE, param)
 
     for i, (name, param) in enumerate(bar):
         if name.endswith("norm"):
@@ -224,12 +253,12 @@ def _dummy(layout: _Layout, seed: int, progress: bool) -> dict[str, jax.Array]:
             params[name] = jnp.zeros(param.shape, param.dtype, device=param.sharding)
         else:
             parts = tuple((layout.pieces[name].shape, layout.shard_shapes[name]) for name in layout.wanted[name])
-            make = matrix(parts, param.sharding, param.dtype)
-            params[name] = make(np.uint32(((seed << 16) + i) & 0xFFFFFFFF))
-    return jax.block_until_ready(params)
+            params[name], *scale = matrix(parts, param)(np.uint32(((seed << 16) + i) & 0xFFFFFFFF))
+            params |= {f"{name}_scale": found for found in scale}
+    return jax.block_until_ready(_with_stacked_scales(params, layout))
 
 
-def _random_shard(seed: jax.Array, *, parts: tuple[tuple[Shape, Shape], ...], shards: int, dtype: Any) -> jax.Array:
+def _random_shard(seed: jax.Array, *, parts: tuple[tuple[Shape, Shape], ...], shards: int) -> jax.Array:
     """This device's shard of a random matrix of `parts`, each (its shape, that of a shard of it).
 
     Its elements depend on where they are in the model, and so not on the number of shards.
@@ -239,7 +268,7 @@ def _random_shard(seed: jax.Array, *, parts: tuple[tuple[Shape, Shape], ...], sh
         rows.append(above + begin(whole[0], shard[0], shards, i) + jnp.arange(shard[0]))
         above += whole[0]
     (_, whole), (_, shard) = parts[0]
-    return _normal(seed, jnp.concatenate(rows), begin(whole, shard, shards, i) + jnp.arange(shard)).astype(dtype)
+    return _normal(seed, jnp.concatenate(rows), begin(whole, shard, shards, i) + jnp.arange(shard))
 
 
 def _normal(seed: jax.Array, rows: jax.Array, columns: jax.Array) -> jax.Array:

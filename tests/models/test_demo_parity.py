@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.config import EngineConfig
+from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.tokenizer import Tokenizer
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -52,6 +52,26 @@ def test_greedy_tokens_and_logprobs_equal_transformers():
     """All at once, in chunks beside rows that decode; up to where the best two tokens are a tie."""
     llm = LLM(dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=80)
     assert agreement(llm, tie=1e-3, tolerance=1e-3) >= 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_quantized_model_expects_the_texts_as_much(quantization: str, monkeypatch: pytest.MonkeyPatch):
+    """Mean negative log-likelihood of the goldens' texts in float32: 1.704. Measured: 1.703 in int8, 1.711 in fp8."""
+    monkeypatch.setattr("jaxserve.deployment.check_device", lambda *_: None)  # fp8 on a CPU: right, and slow
+    llm = LLM(
+        dtype="float32", enforce_eager=True, max_model_len=512, max_num_batched_tokens=80, quantization=quantization
+    )
+    texts = [entry["prompt_ids"] + entry["ids"] for entry in DEMO]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in texts], params, use_tqdm=False)
+    logprobs = [
+        found[token].logprob
+        for ids, output in zip(texts, outputs, strict=True)
+        for token, found in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+    assert len(logprobs) == 882
+    assert -sum(logprobs) / len(logprobs) == pytest.approx(1.704, rel=0.02)
 
 
 @pytest.mark.gpu

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -78,9 +79,10 @@ def test_weights_are_cast_to_dtype(dtype):
     assert loaded.nbytes == sum(p.size for p in jax.tree.leaves(loaded.params)) * jnp.dtype(dtype).itemsize
 
 
-def test_the_host_holds_few_tensors_at_a_time():
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_host_holds_few_tensors_at_a_time(quantization: str | None):
     fake, live, peak = Fake("llama3_bias_tied"), [0], [0]
-    config = resolve(fake.config | {"num_hidden_layers": 16})[0]
+    config = replace(resolve(fake.config | {"num_hidden_layers": 16})[0], quantization=quantization)
     layer = {name: array for name, array in fake.arrays.items() if ".layers.0." in name}
     for i in range(16):
         fake.arrays |= {name.replace(".0.", f".{i}."): array for name, array in layer.items()}
