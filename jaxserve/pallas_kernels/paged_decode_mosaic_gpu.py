@@ -1,20 +1,19 @@
 """Paged decode attention for Hopper GPUs (Mosaic GPU): one query token per row, split over the row's KV.
 
-What: each CTA takes one work item (a row and a range of its KV tiles) and one kv head. A memory warpgroup streams the
-pages into a ring of KV tiles (TMA); a compute warpgroup keeps an online softmax. A row's only item writes the result;
-the items of a row that is split write partial ones, which a second, small kernel combines in place.
+What: each CTA is a worker of one kv head, with an equal share of the batch's KV tiles: rows one after the other, the
+first and last of which it may have in part. A memory warpgroup streams the pages into a ring of KV tiles (TMA), without
+a break between rows; a compute warpgroup keeps an online softmax. Who has a whole row writes its result; the parts of
+a row that is split are partial results, which a second, small kernel combines in place.
 
 Why this shape: decode reads all of K and V once and computes little, so the only aim is to keep bytes in flight.
   - Products are swapped (S^T = K Q^T, O^T = V^T P^T): the G query heads of a kv head become the narrow side of a
     wgmma (N = 8 or 16) and the 64 keys its M = 64, where the usual order would pad 4 query heads to 64.
   - Heads that fill up 8 or 16 are not in memory: G is a dimension of its own, the TMA loads zeros beyond its end and
     drops what is stored there. G > 8 is two halves, since a tile of 16 rows is two pieces of 8 (an odd G is padded).
-  - Work items are made on the device from kv_lens, so nothing waits for the host. Their number is static; items
-    beyond the real ones leave at once. A long row is cut into several so that a small batch fills the card too; where
-    the page table is too narrow for that, there is no second kernel.
+  - The shares are made on the device from kv_lens, so nothing waits for the host. A long row is cut into several parts
+    so that a small batch fills the card too; where no row can be long enough for that, there is no second kernel.
   - A batch that fills the card gets a ring that lets two CTAs share a multiprocessor: one streams while the other
-    starts (page ids come before pages) or ends. So no registers are moved between warpgroups: v2 did so, and it likely
-    kept a second CTA out (not checked on the card yet).
+    starts a row or ends it. So no registers are moved between warpgroups.
 
 Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor at 4.3 TB/s in brackets):
     prototype  page 64, 4 stages, host-made items   256x2048 533 [499]   256x512 175 [125]   64x512 58 [31]
@@ -34,6 +33,9 @@ Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor a
                overlap (programmatic dependent launch) too; whether that is faster is not timed
     v4         takes the merged projection: bias, norm, rope and KV write in the same CTA, while pages stream in. A step
                of Qwen-1.5B at 8 rows has 28 kernels fewer; with residual and norm in one 1.64 to 1.57 ms on the device
+    v5         workers that take rows one after the other, instead of a CTA for each item; no overlap (it was no gain).
+               From the projection, beside v4 in one run: 256x640 174 to 171   256x2048 512 to 519   64x640 52 to 51
+               64x256 29 to 27   8x512 20.5 to 17.3   1x512 16.6 to 13.3   1x32768 64 to 49
     Chains of 32 (v1) and 128 (v2) layers over permuted pages, one run each. 256x2048 is noisy: over the tunings of
     that run 635 to 713, and once 854.
 """
