@@ -114,16 +114,18 @@ def make_buckets(
 
 def coarse(buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
     """A few of a fine set that hold all that it holds: for programs that are rarely the whole load."""
-    most, budget = max(b.decode_rows for b in buckets), max(b.tokens for b in buckets)
-    full = [b for b in buckets if b.decode_rows == most or b.tokens == budget]
+    most = max(b.decode_rows for b in buckets)
+    mixed = tuple(b for b in buckets if b.prefill_tokens and b.decode_rows)
 
     def wanted(b: Bucket) -> bool:
-        if b.prefill_tokens:  # long prompts alone, where the next in `full` is far larger
-            above = choose_bucket(tuple(full), 0, b.prefill_tokens, b.prefill_rows)
-            return not b.decode_rows and b.prefill_tokens >= 2048 and above.tokens > 2 * b.tokens
-        return b.decode_rows >= 8 and b.decode_rows.bit_count() == 1
+        if not b.prefill_tokens:
+            return b.decode_rows == most or b.decode_rows >= 8 and b.decode_rows.bit_count() == 1
+        if b.decode_rows:
+            return True
+        above = choose_bucket(mixed, 0, b.prefill_tokens, b.prefill_rows)  # long prompts alone, if that is far larger
+        return b.prefill_tokens >= 2048 and above.tokens > 2 * b.tokens
 
-    return tuple(b for b in buckets if b in full or wanted(b))
+    return tuple(b for b in buckets if wanted(b))
 
 
 def choose_bucket(buckets: tuple[Bucket, ...], decode_rows: int, prefill_tokens: int, prefill_rows: int) -> Bucket:

@@ -35,7 +35,9 @@ def test_on_a_gpu_a_step_of_prompts_beside_decode_rows_is_a_power_of_two_of_toke
         assert choose_bucket(buckets, rows, tokens, min(tokens // 8, 64)).tokens == rows + tokens
     assert step_limits(256, 8192, 8192) == ((256, 7936), (256, 7936))
     assert step_limits(1024, 8192, 8192) == ((256, 7936), (256, 7936), (1024, 7168))
-    assert len(buckets) == 21 and len(coarse(buckets)) == 11
+    assert len(buckets) == 21 and len(coarse(buckets)) == 12
+    for rows, tokens in limits:  # a row with knobs makes no step larger
+        assert choose_bucket(coarse(buckets), rows, tokens, 1).tokens == rows + tokens
 
 
 def test_prompts_with_knobs_are_not_padded_to_the_budget():
