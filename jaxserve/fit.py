@@ -119,9 +119,15 @@ class Fit:
             known = self.programs.measured(key, pool.num_pages, pool.max_model_len)
             compiled = known or lowered.compile(self.programs.options(key))
             seconds, memory, cost = time.monotonic() - begin, compiled.memory_analysis(), compiled.cost_analysis()
-            own = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            taken = others + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+            if taken > self.topology.chip.hbm_bytes:  # the compiler does not see what else is there
+                size = key[1] if isinstance(key[1], Bucket) else f"{key[1]} rows"
+                raise DoesNotFit(
+                    f"{key[0].value} of {size} takes {taken / GiB:.2f} GiB of each chip, with what the rest holds, and "
+                    f"there are {self.topology.chip.hbm_bytes / GiB:.2f} GiB"
+                )
             return Compiled(
-                key, seconds, others + own, _vmem_bytes(compiled.as_text()), cost["flops"], cost["bytes accessed"],
+                key, seconds, taken, _vmem_bytes(compiled.as_text()), cost["flops"], cost["bytes accessed"],
                 self.best(key, pool, context),
             )  # fmt: skip
 
@@ -155,13 +161,17 @@ class Fit:
 
 
 def nearest(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) -> Iterator[str]:
-    """Options with which a deployment fits that does not as it is: fewer sequences on the same chips, or more chips."""
+    """Options with which a deployment fits that does not as it is: fewer sequences on the same chips, weights in 8 bits,
+    or more chips.
+    """
     fit = Fit(config, hf, topology)
     num_seqs = fit.deployment.max_num_seqs if fit.weight_bytes < fit.share_bytes else 0
     while (num_seqs := num_seqs // 2) >= SHORTEST:
         if _fits(replace(config, max_num_seqs=num_seqs), hf, topology):
             yield f"--max-num-seqs {num_seqs}"
             break
+    if not config.quantization and _fits(replace(config, quantization="int8"), hf, topology):
+        yield "--quantization int8"
     same = [(topology, count) for count in (2, 4, 8, 16) if count <= topology.num_chips]
     larger = [(slice, slice.num_chips) for slice in slices(topology.chip) if slice.num_chips > topology.num_chips]
     for slice, count in same + larger:

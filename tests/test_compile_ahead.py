@@ -1,6 +1,7 @@
 """`jaxserve compile`, with the real TPU compiler: what it prints, what it keeps, and what does not fit."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from jaxserve.compile_ahead import HEAD
 from jaxserve.config import EngineConfig
 from jaxserve.errors import DoesNotFit
 from jaxserve.fit import Fit, _does_not_fit
-from jaxserve.programs import Needs, Programs
+from jaxserve.programs import Kind, Needs, Programs
+from jaxserve.shapes import Bucket
 from jaxserve.tpu_topology import parse_topology
 
 SHAPE = {
@@ -27,6 +29,8 @@ SHAPE = {
 WIDE = SHAPE | {"hidden_size": 2048, "intermediate_size": 65536}
 SMALL = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
 KV_BYTES = 2**30
+ROOT = Path(__file__).parent.parent
+DOCS = (ROOT / "docs/tpu.md").read_text()
 
 pytestmark = pytest.mark.tpu_aot
 
@@ -100,7 +104,7 @@ def test_weights_that_are_too_large_are_told_with_the_chips_that_hold_them(model
     assert cli.main(["compile", str(model), "--topology", "v5e-1", *SMALL, "--gpu-memory-utilization", "0.095"]) == 2
     err = capsys.readouterr().err
     assert "does not fit: the weights need 1.52 GiB" in err and "of each chip and there are 1.50 GiB" in err
-    assert err.rstrip().endswith("it fits with --topology v5e-4 --tensor-parallel-size 4")
+    assert err.rstrip().endswith("fits with --quantization int8, or --topology v5e-4 --tensor-parallel-size 4")
 
 
 def test_chips_share_weights_and_kv_heads_and_add_up_their_parts(tpu_chip):
@@ -111,6 +115,31 @@ def test_chips_share_weights_and_kv_heads_and_add_up_their_parts(tpu_chip):
     text = fit.programs.lower(key, 64, 4096).compile().as_text()
     assert text.count(" all-reduce(") >= 1 + 2 * SHAPE["num_hidden_layers"]
     assert "ragged_paged_attention_1" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "chips", "pages"),
+    [
+        ("qwen-1.5b", "v5e-1", 1, 4690),
+        pytest.param("llama-8b", "v5e-8", 8, 9172, marks=[pytest.mark.heavy, pytest.mark.slow]),
+        pytest.param("llama-8b", "v6e-4", 4, 10772, marks=[pytest.mark.heavy, pytest.mark.slow]),
+        pytest.param("qwen-32b", "v6e-8", 8, 8061, marks=[pytest.mark.heavy, pytest.mark.slow]),
+        pytest.param("llama-70b", "v5p-16", 8, 25403, marks=[pytest.mark.heavy, pytest.mark.slow]),
+        pytest.param("llama-70b", "v6e-16", 16, 5381, marks=[pytest.mark.heavy, pytest.mark.slow]),
+    ],
+)
+def test_the_decode_step_of_a_deployment_of_the_docs_fits(name: str, topology: str, chips: int, pages: int, tpu_chip):
+    """All layers, 128 rows, and the pool that docs/tpu.md says."""
+    hf = json.loads((ROOT / "scripts/shapes" / name / "config.json").read_text())
+    assert re.search(rf"`jaxserve compile scripts/shapes/{name} --topology {topology}\b[^#]* {pages} pages", DOCS)
+    fit = Fit(EngineConfig(tensor_parallel_size=chips), hf, parse_topology(topology))
+    key = (Kind.PLAIN, Bucket(0, 128, 0))
+    assert key in fit.programs.keys
+    memory = fit.programs.lower(key, pages, hf["max_position_embeddings"]).compile().memory_analysis()
+    taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
+    pool = pages * 64 * 2 * hf["num_hidden_layers"] * fit.programs.model.num_kv_heads * 128 * 2
+    assert fit.weight_bytes + pool < taken < fit.share_bytes
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -141,6 +170,15 @@ def test_a_kv_cache_that_the_chip_cannot_hold_is_refused(model: Path, monkeypatc
     assert "--kv-cache-memory-bytes 16857746636 is more than the 15.2" in capsys.readouterr().err
 
 
+def test_a_program_that_the_rest_leaves_no_room_for_does_not_fit(monkeypatch: pytest.MonkeyPatch, tpu_chip):
+    """What else lies in a chip's memory the compiler does not see: it was estimated too small."""
+    monkeypatch.setattr(Programs, "_measure", lambda self: Needs(slots=0, step=-(2**30), code=2**30))
+    fit = deployment_of(SMALL, kv_cache_memory_bytes=15 * 2**30)
+    fit.programs.keys = fit.programs.keys[:1]
+    with pytest.raises(DoesNotFit, match=r"plain of 8 decode rows .* takes 16.\d\d GiB of each chip, .* 15.75 GiB"):
+        list(fit.compile(fit.pool(), 1024))
+
+
 def test_a_kv_cache_that_is_too_small_says_what_length_fits(model: Path, capsys):
     argv = ("--kv-cache-memory-bytes", "1MiB", "--max-model-len", "4096")
     assert cli.main(["compile", str(model), "--topology", "v6e-1", *SMALL, *argv]) == 2
@@ -165,6 +203,15 @@ def test_a_kv_cache_that_is_too_small_says_what_length_fits(model: Path, capsys)
 def test_wrong_options_are_refused(model: Path, argv, message, capsys):
     assert cli.main(["compile", str(model), *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_pages_that_the_kernel_cannot_hold_are_refused_with_what_it_needs(model: Path, capsys):
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 32}
+    (model / "config.json").write_text(json.dumps(SHAPE | heads))
+    argv = ("--topology", "v4-8", "--dtype", "float32", "--page-size", "256")
+    assert cli.main(["compile", str(model), *argv, *SMALL]) == 2
+    err = capsys.readouterr().err
+    assert "needs 18.8 MiB of VMEM and may take 16.0" in err and "a smaller --page-size needs less" in err
 
 
 def test_what_the_compiler_says_of_too_large_a_program_is_understood(tpu_chip):

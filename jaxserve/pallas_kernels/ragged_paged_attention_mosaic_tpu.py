@@ -40,6 +40,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels import reference
 from jaxserve.pallas_kernels.reference import MASKED, AttentionInput, KVPages
 from jaxserve.pallas_kernels.rope_write_mosaic_tpu import Writes, make_writes
@@ -76,17 +77,18 @@ class Tuning:
         return max(1, min(most, quarter // (4 * page_bytes)))
 
     def check(self, q: Array, kv: KVPages, tile: int, score_rows: int) -> None:
-        """Raises ValueError if the kernel's arrays do not fit."""
+        """Raises ConfigError if the kernel's arrays do not fit: sizes of pages are the user's choice."""
         _, kv_heads, rows, head_dim = q.shape
         rows = ceil_div(rows, 16) * 16
         queries = kv_heads * rows * (4 * head_dim * q.dtype.itemsize + 4 * (head_dim + 2 * LANES))
         tiles = 4 * kv_heads * tile * head_dim * kv.k.dtype.itemsize
         need = queries + tiles + SCORE_ARRAYS * 4 * score_rows * tile
         if need > self.vmem_bytes:
-            raise ValueError(
+            raise ConfigError(
                 f"attention on mosaic_tpu needs {need / MiB:.1f} MiB of VMEM and may take {self.vmem_bytes / MiB:.1f}: "
                 f"{kv_heads} kv heads, {rows} rows of queries for each, pages of {kv.k.shape[2]} tokens; "
-                "a smaller --page-size needs less"
+                "a smaller --page-size needs less",
+                param="page_size",
             )
 
 
