@@ -11,7 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernel_cases import TOLERANCE, Case, error_of, make_step, narrowed, widened
+from kernel_cases import (
+    DECODE_MATRIX,
+    GPU_MATRIX,
+    PREFILL_MATRIX,
+    TOLERANCE,
+    Case,
+    error_of,
+    make_step,
+    narrowed,
+    widened,
+)
 from rope_cases import ROPE_MATRIX, make_rope_step, worst
 
 from jaxserve.pallas_kernels import ragged_paged_attention_mosaic_tpu as kernel
@@ -75,6 +85,19 @@ def test_attention_equals_the_oracle(case):
     step = make_step(case)
     got = jax.jit(attend(case, MANY_TILES))(step.q, stored(step.kv), step.meta)
     assert error_of(got, step) < TOLERANCE[case.dtype]
+
+
+# What GPUs are tested on, with float16, which TPUs do not have, as bfloat16. Minutes in all: -m heavy runs it.
+MATRIX = [replace(case, dtype="bfloat16") for case in (*DECODE_MATRIX, *PREFILL_MATRIX, *GPU_MATRIX)]
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+@pytest.mark.parametrize("case", dict.fromkeys(MATRIX), ids=str)
+def test_attention_equals_the_oracle_on_the_matrix_of_the_gpu_kernels(case):
+    step = make_step(case)
+    got = jax.jit(attend(case, kernel.TUNING["v5e"]))(step.q, stored(step.kv), step.meta)
+    assert error_of(got, step) < TOLERANCE["bfloat16"]
 
 
 @pytest.mark.parametrize("tuning", kernel.TUNING.values(), ids=list(kernel.TUNING))
