@@ -161,8 +161,8 @@ class Fit:
 
 
 def nearest(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) -> Iterator[str]:
-    """Options with which a deployment fits that does not as it is: fewer sequences on the same chips, weights in 8 bits,
-    or more chips.
+    """Options with which a deployment fits that does not as it is: fewer sequences or weights in 8 bits on the same
+    chips, or more chips.
     """
     fit = Fit(config, hf, topology)
     num_seqs = fit.deployment.max_num_seqs if fit.weight_bytes < fit.share_bytes else 0

@@ -15,6 +15,8 @@ Why this shape:
     are read once for all of them and any G works. XLA changes to that order and back: two passes over q.
   - Pages are copied whole, all kv heads at once: [K, page, H] lies in one piece. Tiles of several pages are double
     buffered, across visits too: the last tile of a visit is computed while the first one of the next arrives.
+  - K and V are two pools, as for all backends: a page takes two copies. Interleaved on the head axis it would take one,
+    of the same bytes, and be a layout of its own in cache, sharding and writes; nobody has seen yet what that is worth.
   - A page table of 256 rows of 128k tokens does not fit the scalar memory (1 MiB). It stays in HBM, and the rows of the
     visits at work and of the next one are copied, ahead of time.
   - Only pages that a visit needs are copied: from the first one in its window to the last one that causality allows.
