@@ -111,9 +111,9 @@ def test_the_tuning_of_each_chip_gives_the_same(tuning):
 def test_no_page_is_read_that_is_not_needed(sliding_window):
     """Neither what lies past a row's last page nor what its window has left behind: there the table is out of bounds,
     which the interpreter does not let pass."""
-    case = Case(decode=(100, 0, 49), prefill=((5, 90), (20, 20)), sliding_window=sliding_window)
+    case = Case(decode=(100, 0, 49, 80), prefill=((5, 90), (20, 20)), sliding_window=sliding_window)
     step = make_step(case)
-    table, chunks = np.array(step.meta.page_table), (1, 1, 1, 5, 20)
+    table, chunks = np.array(step.meta.page_table), (1, 1, 1, 1, 5, 20)
     for row, (length, chunk) in enumerate(zip(np.asarray(step.meta.kv_lens), chunks, strict=True)):
         first = 0 if sliding_window is None else max(0, length - chunk - sliding_window + 1) // case.page_size
         table[row, :first] = table[row, -(-length // case.page_size) :] = 2**30
