@@ -61,9 +61,10 @@ def step_limits(max_num_seqs: int, max_num_batched_tokens: int, max_num_mixed_to
     """
     many, mixed = min(MANY_ROWS, max_num_seqs), min(max_num_mixed_tokens, max_num_batched_tokens)
     limits = [Limit(rows, mixed - rows) for rows in sorted({many, max_num_seqs})]
+    most = max_num_batched_tokens - many
     if mixed < max_num_batched_tokens and many > FEW_ROWS and mixed >= 4 * FEW_ROWS:
-        limits.insert(0, Limit(FEW_ROWS, mixed // 2 - FEW_ROWS))
-    return Limit(many, max_num_batched_tokens - many), *limits
+        limits.insert(0, Limit(FEW_ROWS, min(mixed // 2 - FEW_ROWS, most)))
+    return Limit(many, most), *limits
 
 
 def make_buckets(
@@ -84,17 +85,17 @@ def make_buckets(
         sizes, max_chunks, chunk = [64, 256, 512, 1024, 2048, 4096], 64, 8
         pairs = [(64, max_num_seqs), (256, max_num_seqs), (512 - FEW_ROWS, FEW_ROWS)]
         pairs += [(total - max_num_seqs, max_num_seqs) for total in (1024, 2048, 4096)]
-        for size, r in pairs:
-            if 64 <= size <= limits[-1].tokens:
-                beside.setdefault(size, set()).add(r)
     elif platform == "tpu":
         rows = [8, 32, 128, 512, 2048]
         sizes, max_chunks, chunk = [256, 1024, most], 16, 16
-        beside = {256: {max_num_seqs}, 1024: {max_num_seqs}}
+        pairs = [(256, max_num_seqs), (1024, max_num_seqs)]
     else:
         rows = [1, 4, 8, 16, 32, *(2**i for i in range(6, 13))]
         sizes, max_chunks, chunk = [32, most], 8, 16  # tokens of a short chunk
-        beside = {32: {8}}
+        pairs, beside = [], {32: {8}}
+    for size, r in pairs:
+        if 64 <= size <= limits[-1].tokens:
+            beside.setdefault(size, set()).add(r)
     most_chunks = min(max_chunks, max_num_seqs)
     for r, size in limits:
         beside.setdefault(size, set()).add(r)

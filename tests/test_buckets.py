@@ -1,5 +1,7 @@
 """The sizes that steps are compiled for, on each platform."""
 
+import random
+
 import pytest
 
 from jaxserve.shapes import choose_bucket, coarse, make_buckets, step_limits
@@ -24,6 +26,23 @@ def test_every_plan_within_the_limits_has_a_bucket(platform, max_num_seqs, budge
                     if rows or chunks and limit:
                         chosen = choose_bucket(fitting, rows, tokens if chunks else 0, chunks)
                         assert chosen.tokens >= rows + (tokens if chunks else 0)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_odd_limits_have_buckets_too(platform):
+    """Budgets hardly larger than the rows, mixed steps hardly larger than those or hardly smaller than the budget."""
+    rng = random.Random(0)
+    odd = [1, 2, 64, 65, 100, 233, 256, 257, 300, 512, 1000, 1024, 1500, 4096]
+    for max_num_seqs in odd * 20:
+        budget = max_num_seqs + 16 + rng.choice([0, 1, 50, 200, 548, 1000, 8000])
+        mixed = rng.choice([max_num_seqs + 16, budget, max(budget - 14, max_num_seqs + 16)])
+        buckets = make_buckets(max_num_seqs, budget, mixed, platform=platform)
+        limits, most = step_limits(max_num_seqs, budget, mixed), max(b.prefill_rows for b in buckets)
+        assert max(b.tokens for b in buckets) == budget and all(tokens > 0 for _, tokens in limits)
+        for fitting in (buckets, coarse(buckets)):
+            for rows, tokens in limits:
+                for chunks in {1, min(most, tokens)}:
+                    assert choose_bucket(fitting, rows, tokens, chunks).tokens <= budget
 
 
 def test_on_a_gpu_a_step_of_prompts_beside_decode_rows_is_a_power_of_two_of_tokens():

@@ -7,9 +7,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
+from jaxserve import shapes
 from jaxserve.errors import QueueFull, RequestError
 from jaxserve.request import Request
-from jaxserve.shapes import Limit
+from jaxserve.shapes import Limit, choose_bucket, coarse, make_buckets, step_limits
 from tests.scheduler_sim import Loop, make_request, make_scheduler
 
 PREFIXES = [[], [1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 3, 3, 3, 3, 4]]
@@ -202,3 +203,37 @@ def test_crowded_pool(policy: str, prefix_caching: bool):
         for name, request in requests.items():
             loop.verify(request, cancelled=name in cancelled)
     assert preemptions > 150
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_every_plan_has_a_bucket(platform: str, monkeypatch: pytest.MonkeyPatch):
+    """The limits of deployments, on a small scale: few rows are 1, many 8."""
+    monkeypatch.setattr(shapes, "FEW_ROWS", 1)
+    monkeypatch.setattr(shapes, "MANY_ROWS", 8)
+    plans, wider = 0, 0
+    for seed in range(60):
+        rng = random.Random(seed)
+        max_num_seqs = rng.choice([1, 2, 3, 6, 8, 9, 12, 14])
+        budget = max_num_seqs + rng.choice([1, 2, 3, 4, 8, 30])
+        mixed = rng.choice([max_num_seqs + 1, budget, rng.randint(max_num_seqs + 1, budget)])
+        buckets = make_buckets(max_num_seqs, budget, mixed, platform=platform)
+        scheduler = make_scheduler(
+            num_pages=rng.choice([9, 13, 20, 40, 80]), max_num_seqs=max_num_seqs,
+            limits=step_limits(max_num_seqs, budget, mixed), max_prefill_rows=max(b.prefill_rows for b in buckets),
+        )  # fmt: skip
+        loop = Loop(scheduler, depth=rng.choice([0, 1, 2]))
+        for i in range(rng.randint(3, 30)):
+            prompt = rng.choice(PREFIXES) + [rng.randrange(8) for _ in range(rng.choice([1, 1, 1, 4, 5, 9]))]
+            n, scored = rng.choice([1, 1, 1, 2, 3, 8]), rng.choice([None, None, None, 0])
+            scheduler.add(
+                make_request(f"r{i}", prompt, max_tokens=rng.choice([1, 2, 5, 14]), n=n, prompt_logprobs=scored)
+            )
+            for _ in range(rng.choice([0, 0, 0, 0, 1, 3])):
+                loop.step()
+        loop.run()
+        for plan in loop.plans:
+            for fitting in (buckets, coarse(buckets)):
+                choose_bucket(fitting, len(plan.decode), len(plan.prefill.tokens), len(plan.prefill))
+            wider += len(plan.decode) > 8 and len(plan.prefill) > 0
+        plans += len(loop.plans)
+    assert plans > 1000 and wider > 10
