@@ -79,6 +79,7 @@ BODY_BYTES = web.RequestKey("body_bytes", int)  # the size of what read_object()
 
 
 ENCODINGS = ("identity", "gzip", "deflate")
+GZIP_MAGIC = b"\x1f\x8b"  # of each member
 MAX_GZIP_MEMBERS = 16  # one behind the other; each costs a copy of what follows
 BODY_TIMEOUT_S = 120.0  # that a client may take to send a body
 
@@ -138,4 +139,6 @@ def _inflated(body: bytes, encoding: str, limit: int) -> bytes:
             raise RequestError(f"the request body cannot be decoded: as {encoding}, it is cut off")
         if not (body := stream.unused_data):
             return data
+        if not body.startswith(GZIP_MAGIC):
+            break
     raise RequestError(f"the request body cannot be decoded: as {encoding}, more follows its end")

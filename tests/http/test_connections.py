@@ -266,6 +266,14 @@ async def test_bodies_that_are_not_compressed_as_they_say(small, connect, encodi
     await small.ok(TEXT, {"prompt": "still there"})
 
 
+@pytest.mark.parametrize("more", [b" ", b"\n", bytes(512), b"{}"])
+async def test_what_follows_the_end_of_a_compressed_body_is_called_so(small, connect, more):
+    wire = await connect(small)
+    await wire.send(post(gzip.compress(BODY) + more, b"Content-Encoding: gzip"))
+    assert (answer := await wire.answer()) and answer.status == 400
+    assert answer.error()["message"] == "the request body cannot be decoded: as gzip, more follows its end"
+
+
 @pytest.mark.parametrize("encoding", ["br", "zstd"])
 @pytest.mark.parametrize("installed", [False, True])
 async def test_an_encoding_is_refused_whatever_aiohttp_has_or_says(small, connect, encoding, installed, monkeypatch):
