@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 from jax import export
-from jax._src.compilation_cache import decompress_executable  # what no public name does
+from jax._src.compilation_cache import compress_executable, decompress_executable  # what no public names do
 
 from jaxserve.config import cache_dir, make_cache_dir
 from jaxserve.errors import ConfigError
@@ -28,6 +28,7 @@ from jaxserve.sharding import described, is_here
 log = logging.getLogger(__name__)
 
 KEEP_S = 30 * 24 * 3600
+PACKED = (b"\x78", b"\x28\xb5\x2f\xfd")  # how what zlib and zstandard have compressed begins
 
 # Kernels that stay with the jax version they are of.
 OURS = tuple(export.DisabledSafetyCheck.custom_call(name) for name in ("mosaic_gpu_v2", "__gpu$xla.gpu.triton"))
@@ -96,8 +97,10 @@ def prune() -> None:
 def _drop_damaged(folder: Path) -> None:
     """Deletes compiled steps that cannot be unpacked: of a full disk, say. JAX would keep them, and compile each time.
 
-    Looks at those written since the last call.
+    Looks at those written since the last call. JAX compresses with zstandard where that is installed, else with zlib,
+    and leaves alone what an environment of the other kind has written: so does this.
     """
+    foreign = next(start for start in PACKED if not compress_executable(b"").startswith(start))
     marker, begun = folder / "checked", folder / "checking"
     checked = marker.stat().st_mtime if marker.exists() else 0.0
     with contextlib.suppress(OSError):
@@ -107,7 +110,8 @@ def _drop_damaged(folder: Path) -> None:
             if path.stat().st_mtime < checked:
                 continue
             try:
-                decompress_executable(path.read_bytes())
+                if not (packed := path.read_bytes()).startswith(foreign):
+                    decompress_executable(packed)
             except OSError:
                 continue
             except Exception as error:  # of whichever package has compressed it

@@ -4,10 +4,12 @@ import os
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import jax
 import pytest
+from jax._src import compilation_cache
 
 from jaxserve import step_cache
 
@@ -84,6 +86,36 @@ def test_a_damaged_program_is_compiled_again_and_kept(cache: Path):
     sizes = {path: path.stat().st_mtime_ns for path in programs}
     step_cache.prune()  # what is whole stays
     assert {path: path.stat().st_mtime_ns for path in programs} == sizes
+
+
+def test_what_another_environment_has_compressed_stays(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """One with zstandard and one without share the cache: JAX's names for their programs differ."""
+    (cache / "xla").mkdir()
+    zstandard = b"\x28\xb5\x2f\xfd\x04\x00\x01\x00\x00\x99\xe9\xd8\x51"  # of nothing
+    monkeypatch.setattr(compilation_cache, "zstd", None)
+    monkeypatch.setattr(compilation_cache, "zstandard", None)
+    for mine, other in (("zlib", "zstandard"), ("zstandard", "zlib")):
+        for name, whole in (("zlib", zlib.compress(b"a" * 99)), ("zstandard", zstandard)):
+            (cache / "xla" / f"{name}-cache").write_bytes(whole)
+            (cache / "xla" / f"{name}-cut-cache").write_bytes(whole[:3] if name == "zlib" else whole[:6])
+        step_cache.prune()
+        left = {path.name for path in (cache / "xla").glob("*-cache")}
+        assert left == {f"{mine}-cache", f"{other}-cache", f"{other}-cut-cache"}
+        monkeypatch.setattr(compilation_cache, "zstd", Zstandard)
+
+
+class Zstandard:
+    """As far as it goes here."""
+
+    @staticmethod
+    def compress(_: bytes) -> bytes:
+        return b"\x28\xb5\x2f\xfd"
+
+    @staticmethod
+    def decompress(data: bytes) -> bytes:
+        if len(data) < 13 or not data.startswith(b"\x28\xb5\x2f\xfd"):
+            raise ValueError("cut off")
+        return b""
 
 
 def test_only_what_is_new_is_looked_at(cache: Path):
