@@ -9,9 +9,13 @@ from jaxserve.parsers.reader import Emit, Reader, Steps
 
 MAX_DEPTH = 100
 _SCALAR = re.compile(r"[\w.+-]*")
+_NUMBER = re.compile(
+    r"[+-]?\.?\d[\da-fA-FxXoObB_.]*([eE][+-]\d[\d_]*)?", re.ASCII
+)  # no more than one sign, so no depth
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _CLOSE = {"[": "]", "(": ")", "{": "}"}
 _DIGITS = {"x": 2, "u": 4, "U": 8}
+_ESCAPES = frozenset("abfnrtvxuUN01234567\n")  # another character keeps its backslash
 
 
 def copy_literal(reader: Reader, emit: Emit, depth: int = 0) -> Steps[bool]:
@@ -46,6 +50,8 @@ def read_quoted_literal(reader: Reader) -> Steps[str | None]:
 
 
 def _number(word: str) -> str | None:
+    if not _NUMBER.fullmatch(word):
+        return None
     try:
         value = ast.literal_eval(word)
         return json.dumps(value, allow_nan=False) if isinstance(value, int | float) else None
@@ -121,8 +127,10 @@ def _read_escape(reader: Reader) -> Steps[str | None]:
             second += reader.take(1)
         pair = f"{escape}\\u{second}"
         return json.loads(f'"{pair}"') if len(second) == 4 else None
+    if kind in "\"'/\\":
+        return kind
     try:
-        return ast.literal_eval(f'"{escape}"') if kind not in "\"'/" else kind
+        return ast.literal_eval(f'"{escape}"') if kind in _ESCAPES else escape
     except (ValueError, SyntaxError):
         return None
 

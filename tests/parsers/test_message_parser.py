@@ -22,6 +22,8 @@ from jaxserve.parsers import (
 from jaxserve.request import SamplingParams, SequenceDelta
 from jaxserve.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.filterwarnings("error")  # what a model writes is no reason for one
+
 BYTES = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
 AUTO = ToolChoice("auto", tuple(TOOLS))
 
