@@ -535,6 +535,8 @@ def as_prompt(prompt: Prompt) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     try:
+        if isinstance(prompt, bytes | bytearray):  # which are integers to Python
+            raise TypeError
         return [operator.index(token_id) for token_id in cast("Sequence[Any]", prompt)]  # numpy's integers too
     except TypeError:
         raise RequestError(f"a prompt must be a text or token ids, got {short(prompt)}", param="prompt") from None

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, Literal
 
 from tqdm import tqdm
@@ -356,14 +357,10 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if (
-        isinstance(prompts, (str, Mapping))
-        or not isinstance(prompts, Iterable)
-        or prompts
-        and isinstance(prompts[0], int)
-    ):
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and isinstance(listed[0], Integral) else listed  # numpy's integers too
 
 
 def _listed(value: Any) -> Any:

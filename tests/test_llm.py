@@ -44,6 +44,28 @@ def test_results_come_in_the_order_of_the_prompts(llm):
     assert all(o.finished and o.outputs[0].finish_reason == "length" for o in outputs)
 
 
+@pytest.mark.parametrize(
+    "several", [iter, tuple, lambda texts: dict.fromkeys(texts).keys()], ids=["iter", "tuple", "keys"]
+)
+def test_prompts_come_in_any_collection(llm, several: Callable[[list[str]], Any]):
+    texts = ["Hello", "The capital"]
+    prompts = several(texts)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+    assert [output.prompt for output in outputs] == texts
+
+
+def test_token_ids_of_numpy_are_a_prompt_or_several(llm):
+    params = SamplingParams(max_tokens=1)
+    for prompts, ids in ((np.array([5, 6]), [[5, 6]]), (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]])):
+        assert [o.prompt_token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == ids
+
+
+@pytest.mark.parametrize("prompts", [b"hi", [b"hi"], bytearray(b"hi"), {"prompt_token_ids": b"hi"}])
+def test_bytes_are_no_token_ids(llm, prompts):
+    with pytest.raises(RequestError, match=r"a prompt must be a text or token ids, got (b|bytearray\(b)'hi'"):
+        llm.generate(prompts)
+
+
 def test_one_bad_prompt_computes_nothing(llm):
     before = llm.get_metrics()
     with pytest.raises(RequestError, match="vocabulary"):
