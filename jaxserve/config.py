@@ -167,8 +167,8 @@ class EngineConfig:
     enable_prefix_caching: bool = option(True, "reuse the KV pages of equal prompt beginnings", group="memory")
     max_num_seqs: int | None = option(
         None,
-        "sequences computed together at most (if not given: 256 on GPU, there 1024 when not serving; 128 on TPU, 32 on "
-        "CPU)",
+        "sequences computed together at most (if not given: 256 on GPU, there 1024 when not serving with 2048 "
+        "tokens of a step or more; 128 on TPU, 32 on CPU)",
         group="scheduling",
         ge=1,
         le=4096,

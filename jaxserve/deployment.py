@@ -22,6 +22,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of options left open, by platform
     "gpu": {"max_num_seqs": 256, "max_num_batched_tokens": 8192},
     "tpu": {"max_num_seqs": 128, "max_num_batched_tokens": 2048},
 }
+MANY_SEQS = 1024  # where nobody watches a stream: products of more rows are better
 WIDE = 4096  # hidden size from which on 512 tokens are enough for a GPU to be busy
 
 
@@ -90,9 +91,10 @@ def _resolve_choices(config: EngineConfig, platform: str, hidden_size: int) -> t
     if dtype == "auto":
         dtype = "bfloat16" if platform != "cpu" or _cpu_computes_bfloat16() else "float32"
     max_num_seqs = config.max_num_seqs or defaults["max_num_seqs"]
-    if not config.max_num_seqs and platform == "gpu" and config.max_num_mixed_tokens == UNLIMITED:
-        max_num_seqs = 1024  # nobody watches a stream: products of more rows are better
     budget = config.max_num_batched_tokens or max(defaults["max_num_batched_tokens"], max_num_seqs + 128)
+    unwatched = platform == "gpu" and config.max_num_mixed_tokens == UNLIMITED
+    if not config.max_num_seqs and unwatched and budget >= 2 * MANY_SEQS:
+        max_num_seqs = MANY_SEQS
     mixed = config.max_num_mixed_tokens or budget
     if not config.max_num_mixed_tokens and platform == "gpu":
         # Products of fewer tokens leave multiprocessors idle where the model is narrow.

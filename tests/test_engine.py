@@ -17,7 +17,7 @@ import pytest
 from jax._src import xla_bridge
 
 from jaxserve.checkpoint import Checkpoint
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, offline_config
 from jaxserve.deployment import resolve_deployment
 from jaxserve.engine import Engine, _start_jax
 from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
@@ -397,6 +397,20 @@ def test_the_type_on_a_cpu_is_one_that_it_computes_in(monkeypatch, flags, expect
         return resolve_deployment(EngineConfig(**options), hf, platform, "any").dtype
 
     assert (dtype_on("cpu"), dtype_on("cpu", dtype="float16"), dtype_on("gpu")) == (expected, "float16", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 1024), ({"max_num_batched_tokens": 2048}, 1024), ({"max_num_batched_tokens": 1024}, 256),
+        ({"max_num_batched_tokens": 512}, 256), ({"max_num_mixed_tokens": 2048}, 256), ({"max_num_seqs": 300}, 300),
+    ],
+)  # fmt: skip
+def test_an_llm_on_a_gpu_computes_many_sequences_if_its_budget_has_room(options: dict, expected: int):
+    """A small budget is no reason to refuse a number that nobody gave."""
+    hf = Checkpoint.open(EngineConfig(model=str(GOLDENS / "llama"))).config
+    made = resolve_deployment(offline_config("LLM", "", options), hf, "gpu", "NVIDIA H200")
+    assert made.max_num_seqs == expected
 
 
 def test_16_bits_on_a_cpu_have_no_decode_step_of_one_row():
