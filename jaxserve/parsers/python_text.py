@@ -9,9 +9,7 @@ from jaxserve.parsers.reader import Emit, Reader, Steps
 
 MAX_DEPTH = 100
 _SCALAR = re.compile(r"[\w.+-]*")
-_NUMBER = re.compile(
-    r"[+-]?\.?\d[\da-fA-FxXoObB_.]*([eE][+-]\d[\d_]*)?", re.ASCII
-)  # one sign: no depth
+_NUMBER = re.compile(r"[+-]?\.?\d[\da-fA-FxXoObB_.]*([eE][+-]\d[\d_]*)?", re.ASCII)  # one sign: no depth
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _CLOSE = {"[": "]", "(": ")", "{": "}"}
 _DIGITS = {"x": 2, "u": 4, "U": 8}
