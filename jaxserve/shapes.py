@@ -56,8 +56,8 @@ class Limit(NamedTuple):
 def step_limits(max_num_seqs: int, max_num_batched_tokens: int, max_num_mixed_tokens: int) -> tuple[Limit, ...]:
     """First what a step holds in which no row decodes yet, then what one holds in which some do, fewest rows first.
 
-    Where steps are smaller while rows decode, they are half as large again beside few rows: those cost a step of
-    their own almost as much as many do, and next to nothing beside a chunk, so that many small steps are better.
+    Where steps are smaller while rows decode, they are halved once more beside few rows: those cost a step of their
+    own almost as much as many do, and next to nothing beside a chunk, so that many small steps are better.
     """
     many, mixed = min(MANY_ROWS, max_num_seqs), min(max_num_mixed_tokens, max_num_batched_tokens)
     limits = [Limit(rows, mixed - rows) for rows in sorted({many, max_num_seqs})]
