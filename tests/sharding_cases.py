@@ -181,8 +181,7 @@ def bytes_of_each(found: list[jax.Array]) -> Counter:
 
 
 @pytest.mark.parametrize("how", [{}, {"load_format": "dummy"}], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama3_bias_tied", "qwen3"])
+@pytest.mark.parametrize(("case", "size"), [("llama3_bias_tied", 4), ("qwen3", 2)])
 def test_each_device_gets_its_share_of_the_weights(case: str, size: int, how: dict):
     checkpoint = Checkpoint.open(EngineConfig(model=str(GOLDENS / case)))
     config = resolve(checkpoint.config)[0]
@@ -228,8 +227,7 @@ def test_each_device_gets_its_share_of_the_weights(case: str, size: int, how: di
 
 
 @pytest.mark.parametrize("how", [{}, {"load_format": "dummy"}], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", ["llama3_bias_tied", "qwen3"])
+@pytest.mark.parametrize(("case", "size"), [("llama3_bias_tied", 4), ("qwen3", 2)])
 def test_quantized_weights_are_those_of_one_device(case: str, size: int, how: dict):
     """Scales of o and down, whose rows are split, are of whole rows, and the same on each device."""
     checkpoint = Checkpoint.open(EngineConfig(model=str(GOLDENS / case)))

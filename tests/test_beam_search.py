@@ -124,7 +124,7 @@ def test_impossible_tokens_are_no_candidates():
         ({"beam_width": 11}, ["beam_width", "at most 10", "20", "11"]),
         ({"beam_width": 2.0}, ["beam_width", "int", "2.0"]),
         ({"max_tokens": 0}, ["max_tokens", "at least 1", "0"]),
-        ({"max_tokens": None}, ["max_tokens", "int", "null"]),
+        ({"max_tokens": None}, ["max_tokens", "int", "None"]),
         ({"temperature": 0.7}, ["temperature", "0 or 1", "0.7"]),
         ({"temperature": -1}, ["temperature", "-1"]),
         ({"length_penalty": math.inf}, ["length_penalty", "finite", "inf"]),

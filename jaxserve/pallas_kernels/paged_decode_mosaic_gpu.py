@@ -68,7 +68,6 @@ MULTIPROCESSORS = 132  # of an H100 or H200
 COMBINE_CTAS = 2 * MULTIPROCESSORS
 SHORT = 64  # KV tiles of a row that holds up nothing where each worker has ROWS_EACH rows
 ROWS_EACH = 4
-CLEAN_SHARE = 2  # a cut nearer to a row's begin or end than this part of a worker's work moves there
 LOG2E = math.log2(math.e)
 
 
@@ -154,10 +153,10 @@ class Work(NamedTuple):
 def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     """Shares the KV tiles that the rows need (kv_lens i32[S]) equally among the workers, row after row.
 
-    A row costs its tiles and one more, for what is done once per row. A cut near the begin or end of a row moves there:
-    then nothing is to be combined, and who ends early leaves memory to the others. A row of length 0 has no tiles, and
-    is some worker's too, which writes zeros. Sums and searches compare all with all, since those are few fusions; a
-    sort would split the step's CUDA graph.
+    A row costs its tiles and one more, for what is done once per row. Where no row is much more than a share, cuts move
+    to the nearest begin of a row, unless that is half a share away: then nothing is to be combined, and who ends early
+    leaves memory to the others. A row of length 0 has no tiles, and is some worker's too, which writes zeros. Sums and
+    searches compare all with all, since those are few fusions; a sort would split the step's CUDA graph.
     """
     rows, workers = kv_lens.shape[0], cuts.workers
     tiles = _end_of(kv_lens) - _begin_of(kv_lens, sliding_window)  # i32[S]
@@ -175,7 +174,8 @@ def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     size, before = tiles[mine], jnp.maximum(at - (ends - tiles)[mine], 0)
     inside = row < rows
     if cuts.max_splits > 1:
-        near = jnp.maximum(cuts.min_tiles // 2, total // (workers * CLEAN_SHARE))
+        share = total // workers
+        near = jnp.where(jnp.max(tiles) < share + share // 4, share // 2, cuts.min_tiles // 2)
         splits = inside & (jnp.minimum(before, size - before) >= jnp.maximum(near, 1))
     else:
         splits = jnp.zeros_like(inside)

@@ -64,12 +64,12 @@ def test_rows_that_nothing_can_split_take_one_kernel():
 def test_one_worker_takes_rows_and_parts_of_rows_one_after_the_other():
     """More tiles than the ring holds, so that a row begins at any stage."""
     case = Case(decode=(3, 600, 0, 1500, 64, 1), page_size=64, head_dim=64, group=2, kv_heads=1, dtype="bfloat16")
-    step, tuning = make_step(case), replace(SMALL, stages=3, multiprocessors=2)
+    step, tuning = make_step(case), replace(SMALL, stages=3, multiprocessors=3)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         got = decode(step, tuning)(*arguments(step))
     work = make_work(step, tuning)
-    assert work.cuts[:, :2].tolist() == [[0, 0], [3, 10], [6, 0]]
-    assert work.splits.tolist() == [[3, 2]] and work.num_splits.tolist() == [1]
+    assert work.cuts[:, :2].tolist() == [[0, 0], [3, 0], [3, 14], [6, 0]]
+    assert work.splits[0].tolist() == [3, 2] and work.num_splits.tolist() == [1]
     assert error_of(got, step) < TOLERANCE[case.dtype]
 
 
