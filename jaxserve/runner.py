@@ -53,13 +53,13 @@ CPU_KV_BYTES = 2 * GiB
 class Program:
     """A compiled program and the buffers of its input and of small results, which stay at their addresses.
 
-    On a GPU a program is one CUDA graph, and XLA updates the nodes that see an address other than the last run's before it
-    launches that. Results that lay elsewhere each time cost 3 ms of a Llama-8B step of 64 rows that hands its logits on
-    (jax 0.11.2, H200). So forward passes and draws have two copies, which take turns: one runs while the next is
-    launched. Only forward passes with prompts in them have one, and their results, hundreds of megabytes, are allocated
-    for each run. Plain steps, of which three may be on their way, have one graph, three results that take turns, and
-    their input wherever it arrives: updating the few nodes that see those takes 0.1 ms of the host's time, where copying
-    the input to where it was took 0.3.
+    On a GPU a program is one CUDA graph, and XLA updates the nodes that see an address other than the last run's
+    before it launches that. Results that lay elsewhere each time cost 3 ms of a Llama-8B step of 64 rows that hands
+    its logits on (jax 0.11.2, H200). So forward passes and draws have two copies, which take turns: one runs while
+    the next is launched. Only forward passes with prompts in them have one, and their results, hundreds of megabytes,
+    are allocated for each run. Plain steps, of which three may be on their way, have one graph, three results that
+    take turns, and their input wherever it arrives: updating the few nodes that see those takes 0.1 ms of the host's
+    time, where copying the input to where it was took 0.3.
     """
 
     run: Any

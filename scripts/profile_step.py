@@ -3,11 +3,11 @@
     python scripts/profile_step.py --model scripts/shapes/qwen-1.5b --load-format dummy --batch 1 64 --context 512
         --tokenizer tests/goldens/vocab/qwen2.gguf [--prefill 2048] [any option of `jaxserve serve` for the engine]
 
-For each batch: that many sequences of `--context` tokens decode greedily. Steps are timed on the host clock (the engine
-runs one or two steps ahead, so that is the device's pace or the host's, whichever is slower; where the host hardly waits in
-collect() it is the host's), then traced. The floor is bytes read (weights once, and the KV of all rows) over
---read-tb-s. With --prefill N, six prompts of N tokens are run besides; their floor is that of the products alone, at
---matrix-tflops.
+For each batch: that many sequences of `--context` tokens decode greedily. Steps are timed on the host clock (the
+engine runs one or two steps ahead, so that is the device's pace or the host's, whichever is slower; where the host
+hardly waits in collect() it is the host's), then traced. The floor is bytes read (weights once, and the KV of all
+rows) over --read-tb-s. With --prefill N, six prompts of N tokens are run besides; their floor is that of the products
+alone, at --matrix-tflops.
 """
 
 import argparse
