@@ -133,7 +133,9 @@ def test_steps_ahead_change_nothing(ahead, monkeypatch):
     assert ids_of(run(engine, [stopped])["s", 0]) == ids[: ids.index(stop) + 1]
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["qwen3", *(pytest.param(case, marks=pytest.mark.heavy) for case in ("llama", "qwen2_tied"))]
+)
 def test_a_quantized_model_says_the_same_on_every_path(case: str):
     """Alone, after a prefix hit, batched, in chunks, preempted: up to ties, which float32 attention may decide."""
     engine = Engine(config_of(case, pool_tokens=208, quantization="int8"), checks=True)
