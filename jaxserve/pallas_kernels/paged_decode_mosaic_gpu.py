@@ -110,7 +110,8 @@ class DecodeTuning:
         tile_kib = 2 * 2 * KV_TILE * head_dim // 1024
         each = self.ctas_each or (2 if rows * kv_heads > self.multiprocessors and tile_kib <= 32 else 1)
         workers = max(1, each * self.multiprocessors // kv_heads)
-        stages = min(self.stages or 192, 192 // each // tile_kib)  # of the 228 KiB
+        most = 192 // each // tile_kib  # of the 228 KiB
+        stages = min(self.stages or most, most)
         splits = min(workers, MAX_SPLITS, ceil_div(longest, self.min_tiles) + 1)
         if longest < 2 * max(self.min_tiles // 2, 1) or longest <= SHORT and rows >= ROWS_EACH * workers:
             splits = 1
@@ -166,15 +167,13 @@ def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     if cuts.max_splits > 1:
         least = jnp.maximum(least, -(-(jnp.max(tiles) + 1) // (cuts.max_splits - 1)))
     total = jnp.maximum(ends[-1], workers * least)
-    at = jnp.arange(workers + 1, dtype=jnp.int32) * (total // workers) + jnp.minimum(
-        jnp.arange(workers + 1, dtype=jnp.int32), total % workers
-    )
+    share, cut_of = total // workers, jnp.arange(workers + 1, dtype=jnp.int32)
+    at = cut_of * share + jnp.minimum(cut_of, total % workers)
     row = jnp.sum(ends <= at[:, None], axis=1, dtype=jnp.int32)  # i32[workers + 1]; S: past the last one
     mine = jnp.minimum(row, rows - 1)
     size, before = tiles[mine], jnp.maximum(at - (ends - tiles)[mine], 0)
     inside = row < rows
     if cuts.max_splits > 1:
-        share = total // workers
         near = jnp.where(jnp.max(tiles) < share + share // 4, share // 2, cuts.min_tiles // 2)
         splits = inside & (jnp.minimum(before, size - before) >= jnp.maximum(near, 1))
     else:
