@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,10 +39,11 @@ HEADROOM_BYTES = GiB // 2  # for the runtime: autotuning, graphs, fragments
 # What may be part of a CUDA graph: XLA's defaults, and loops. A conditional with a loop in it that is not in a graph
 # makes the host wait for the device.
 GRAPH_PARTS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-# From so many tokens on products are left to cuBLAS. It won all of them at 256 rows; XLA compiles and times dozens of
-# kernels of its own for each before it agrees.
-CUBLAS_TOKENS = 512
+# From so many tokens on products are left to cuBLAS. XLA would compile and time dozens of kernels of its own for each,
+# with weights that the run before has left in the L2 cache, where in a step they never are: what it chooses is slower.
+CUBLAS_TOKENS = 8
 COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
+_stack_size = threading.Lock()  # one for the whole process
 
 
 class Kind(enum.Enum):
@@ -103,9 +105,9 @@ class Programs:
         if self.backend.platform != "cpu":
             self.buckets = {Kind.PLAIN: deployment.buckets, Kind.FORWARD: coarse(deployment.buckets)}
         self.layouts = {b: PackedLayout(b, deployment.page_size) for b in deployment.buckets}
-        # Every program that a step may need, in a fixed order.
-        self.keys: list[Key] = [(kind, bucket) for kind, buckets in self.buckets.items() for bucket in buckets]
-        self.keys += [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self.buckets[Kind.FORWARD]})]
+        # Every program that a step may need, in a fixed order: first those that compile longest with nothing tried out.
+        self.keys: list[Key] = [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self.buckets[Kind.FORWARD]})]
+        self.keys += [(kind, bucket) for kind, buckets in self.buckets.items() for bucket in buckets]
 
     # ----------------------------------------------------------------------------------------------- memory
 
@@ -153,10 +155,15 @@ class Programs:
     def _measure(self) -> Needs:
         keys, sizes = self._profile_keys(), self._profile_sizes()
         step, code = sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys), 0
-        for key in keys:
+
+        def compile(key: Key, lowered: Any) -> Any:
             # It never runs, so that nothing is tried out for it: that costs seconds, and memory among the weights.
             untried = {"xla_gpu_autotune_level": 0} if self.backend.platform == "gpu" else {}
-            compiled = self.lower(key, *sizes).compile(self.options(key) | untried)
+            return lowered.compile(self.options(key) | untried)
+
+        with ThreadPoolExecutor() as pool, _deep_stacks():
+            found = [pool.submit(compile, key, self.lower(key, *sizes)) for key in keys]
+        for key, compiled in zip(keys, (future.result() for future in found), strict=True):
             if not is_here(self.mesh.devices.flat[0]):
                 self._measured[self.path(key, *sizes)] = compiled
             memory = compiled.memory_analysis()
@@ -228,13 +235,23 @@ class Programs:
         """What `compile(key, lowered)` makes of every program: lowered in a fixed order (stable cache keys), compiled
         side by side. `wait(key)` returns when it is time to lower that one.
         """
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            futures = []
+        futures: dict[Key, Future[P]] = {}
+
+        def compile_in_turn(key: Key, lowered: Any) -> P:
+            if key[0] is Kind.FORWARD and (alike := futures.get((Kind.PLAIN, key[1]))):
+                wait_for([alike])  # it has the same products: XLA tries their kernels out once
+            return compile(key, lowered)
+
+        workers = os.cpu_count() or 1
+        if self.backend.platform == "gpu":
+            workers *= 2  # half of the time they wait for the GPU, on which kernels are tried out one at a time
+        with ThreadPoolExecutor(max_workers=workers) as pool:
             with _deep_stacks():
                 for key in self.keys:
                     wait(key)
-                    futures.append((key, pool.submit(compile, key, self.lower(key, num_pages, max_model_len))))
-            yield from ((key, future.result()) for key, future in futures)
+                    lowered = self.lower(key, num_pages, max_model_len)
+                    futures[key] = pool.submit(compile_in_turn, key, lowered)
+            yield from ((key, future.result()) for key, future in futures.items())
 
     def lower(self, key: Key, num_pages: int, max_model_len: int) -> Any:
         """A program, to be compiled with `options`."""
@@ -338,11 +355,12 @@ def elements(a: jax.ShapeDtypeStruct) -> int:
 @contextlib.contextmanager
 def _deep_stacks() -> Iterator[None]:
     """Threads begun here have a stack that XLA can compile on."""
-    before = threading.stack_size(COMPILE_STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
+    with _stack_size:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
 
 
 def kind_of(device: Any) -> AbstractDevice:

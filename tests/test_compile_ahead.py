@@ -174,7 +174,7 @@ def test_a_program_that_the_rest_leaves_no_room_for_does_not_fit(monkeypatch: py
     """What else lies in a chip's memory the compiler does not see: it was estimated too small."""
     monkeypatch.setattr(Programs, "_measure", lambda self: Needs(slots=0, step=-(2**30), code=2**30))
     fit = deployment_of(SMALL, kv_cache_memory_bytes=15 * 2**30)
-    fit.programs.keys = fit.programs.keys[:1]
+    fit.programs.keys = [key for key in fit.programs.keys if key[0].value == "plain"][:1]
     with pytest.raises(DoesNotFit, match=r"plain of 8 decode rows .* takes 16.\d\d GiB of each chip, .* 15.75 GiB"):
         list(fit.compile(fit.pool(), 1024))
 
