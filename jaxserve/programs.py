@@ -25,11 +25,10 @@ from jaxserve.config import EngineConfig
 from jaxserve.deployment import Deployment
 from jaxserve.models.loading import LoadedModel
 from jaxserve.paging.kv_cache import GiB, PoolSize, size_pool
-from jaxserve.pallas_kernels.reference import KVPages
 from jaxserve.sampling_inputs import empty_extras
 from jaxserve.shapes import Bucket, ceil_div, coarse
 from jaxserve.sharding import KV_PAGES, WHOLE, arrays, is_here, on_each, place, seen_as, spec_at
-from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, PackedLayout, row_columns
+from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, KVPages, PackedLayout, row_columns
 from jaxserve.step import build_draw, build_forward, build_plain
 
 log = logging.getLogger(__name__)
@@ -211,10 +210,8 @@ class Programs:
 
     def new_kv(self, num_pages: int) -> list[KVPages]:
         head_dim = self.backend.stored_head_dim(self.model.head_dim)
-        shape = (num_pages, self.model.num_kv_heads, self.deployment.page_size, head_dim)
-        return [
-            KVPages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype)) for _ in range(self.model.num_layers)
-        ]
+        shape = (num_pages, self.model.num_kv_heads, 2, self.deployment.page_size, head_dim)
+        return [jnp.zeros(shape, self._dtype) for _ in range(self.model.num_layers)]
 
     def new_state(self, max_model_len: int) -> DeviceState:
         return DeviceState(

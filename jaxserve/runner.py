@@ -25,7 +25,6 @@ from jaxserve.batch import Packer
 from jaxserve.config import EngineConfig, cache_dir
 from jaxserve.models.loading import LoadedModel
 from jaxserve.paging.kv_cache import GiB
-from jaxserve.pallas_kernels.reference import KVPages
 from jaxserve.plan import Plan
 from jaxserve.programs import Key, Kind, Programs
 from jaxserve.sampling_inputs import (
@@ -39,7 +38,7 @@ from jaxserve.sampling_inputs import (
 )
 from jaxserve.shapes import Bucket, choose_bucket
 from jaxserve.sharding import KV_PAGES, WHOLE, arrays, on_each, place
-from jaxserve.state import Drawn, Forward
+from jaxserve.state import Drawn, Forward, KVPages
 from jaxserve.tracers import Tracers
 
 log = logging.getLogger(__name__)
@@ -411,7 +410,7 @@ def _compiled(function: Any, mesh: Mesh, donated: Any, *others: Any, spec: Parti
 
 def _copy_pages(kv: list[KVPages], pairs: jax.Array) -> list[KVPages]:
     """Donates kv. pairs i32[n, 2]: source, destination."""
-    return jax.tree.map(lambda pages: pages.at[pairs[:, 1]].set(pages[pairs[:, 0]]), kv)
+    return [pages.at[pairs[:, 1]].set(pages[pairs[:, 0]]) for pages in kv]
 
 
 def _write_pages(page_table: jax.Array, writes: jax.Array) -> jax.Array:

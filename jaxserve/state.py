@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.request import MAX_LOGPROBS, knob_names
 from jaxserve.sampling_inputs import SlotExtras
@@ -21,6 +21,11 @@ FIXED_COLUMNS = ("slot", "flags", "sample_index", "seed_lo", "seed_hi", "prompt_
 STEP_COLUMNS = ("start", "count", "draw")
 KNOBS = {name: kind for kind in ("f32", "i32") for name in knob_names(kind)}  # ... how they travel, between the two
 LOGPROB_COLUMNS = 2 + 2 * MAX_LOGPROBS  # logprob, rank, top ids, top logprobs
+
+# The KV pool of one layer; of the axis of two, K comes first, then V. A page lies in one piece, and so does each of its
+# heads. `stored` is the head dim, or more: see `Backend.stored_head_dim`. Page 0 is never allocated: padding tokens are
+# written there.
+KVPages = Float[Array, "P K 2 page stored"]
 
 
 class DeviceState(NamedTuple):

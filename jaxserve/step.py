@@ -19,12 +19,12 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.models.layers import Operations
 from jaxserve.pallas_kernels.ops import Backend
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
 from jaxserve.request import knob_names
 from jaxserve.sampling import SamplingRows, sample, sample_split, token_logprobs
 from jaxserve.sampling_inputs import MEAN, POOLED, SlotExtras
 from jaxserve.shapes import Bucket
-from jaxserve.state import LOGPROB_COLUMNS, Drawn, Forward, PackedLayout, row_columns
+from jaxserve.state import LOGPROB_COLUMNS, Drawn, Forward, KVPages, PackedLayout, row_columns
 
 LOGPROB_ROWS = 64  # rows of hidden states turned into logits at once, where a prompt's logprobs are wanted
 

@@ -39,7 +39,8 @@ from jaxserve.config import EngineConfig  # noqa: E402
 from jaxserve.deployment import Deployment, resolve_deployment  # noqa: E402
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu, paged_prefill_mosaic_gpu, rope_write_mosaic_gpu  # noqa: E402
 from jaxserve.pallas_kernels.ops import Backend, resolve_backend  # noqa: E402
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages  # noqa: E402
+from jaxserve.pallas_kernels.reference import AttentionInput  # noqa: E402
+from jaxserve.state import KVPages  # noqa: E402
 
 KINDS = ("decode", "prefill", "rope")
 MODELS = ("llama-8b", "qwen-1.5b")
@@ -69,7 +70,7 @@ def check_attention(title: str, name: str, cases: list[Case]) -> bool:
     """Whether what the backend gives is near the oracle."""
 
     def attend(q: Any, kv: KVPages, meta: AttentionInput, backend: Backend, options: Any) -> Any:
-        return backend.halves[1](q, kv, backend.prepare(meta, kv.k.shape[2]), **options)
+        return backend.halves[1](q, kv, backend.prepare(meta, kv.shape[3]), **options)
 
     print(f"\n## {title}: largest difference to the float64 oracle\n\n| case | error | limit |\n|---|---|---|")
     steps = [make_step(case) for case in cases]
@@ -97,18 +98,18 @@ def check_rope(name: str) -> bool:
         steps = [make_rope_step(case) for case in ROPE_CASES]
     jobs = []
     for step in steps:
-        case = Case(dtype="bfloat16", head_dim=step.kv.k.shape[3])  # float32 cases too: this half takes them
+        case = Case(dtype="bfloat16", head_dim=step.kv.shape[4])  # float32 cases too: this half takes them
         backend = backend_of(name, case)
 
         def run(qkv: Any, kv: Any, meta: Any, cos: Any, sin: Any, weights: Any, step: Any = step, b: Any = backend):
-            return b.halves[0](qkv, kv, b.prepare(meta, kv.k.shape[2]), cos, sin, **weights, **step.options)
+            return b.halves[0](qkv, kv, b.prepare(meta, kv.shape[3]), cos, sin, **weights, **step.options)
 
         kv = widened(step.kv, backend.stored_head_dim(case.head_dim))
         jobs.append((run, jax.device_put((step.qkv, kv, *step.arguments[2:]), jax.devices()[0])))
     good = True
     for case, step, call in zip(ROPE_CASES, steps, compile_all(jobs), strict=True):
         q, kv = jax.device_get(call())
-        error = worst((q, narrowed(KVPages(*kv), case.case.head_dim)), step, case.case.dtype)
+        error = worst((q, narrowed(kv, case.case.head_dim)), step, case.case.dtype)
         good &= error < 1
         print(f"| {case} | {error:.2f} |" + ("" if error < 1 else " **OFF**"), flush=True)
     return good

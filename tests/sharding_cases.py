@@ -281,8 +281,8 @@ def test_pools_are_split_on_kv_heads():
     for pages in jax.tree.leaves(runner._kv):
         assert pages.shape[1] == 4 and pages.sharding.spec == PartitionSpec(None, AXIS)
         assert {s.data.shape[1] for s in pages.addressable_shards} == {1}
-    page_bytes = {s.data[0].nbytes for s in runner._kv[0].k.addressable_shards}
-    assert page_bytes == {runner.pool.page_bytes // 2 // 2}  # of two layers, for k or v
+    page_bytes = {s.data[0].nbytes for s in runner._kv[0].addressable_shards}
+    assert page_bytes == {runner.pool.page_bytes // 2}  # of two layers
     assert all(a.sharding.is_fully_replicated for a in jax.tree.leaves(runner._state))
 
 
@@ -343,6 +343,6 @@ def test_a_step_lowers_for_two_gpus(backend: str, gpu: str, call: str, tmp_path:
         programs.trace((kind, bucket), 8, 256)
         file = programs.path((kind, bucket), 8, 256)
         module = export.deserialize(bytearray(file.read_bytes())).mlir_module()
-        assert call in module and "tensor<8x1x64x64xbf16>" in module  # pages of a device
+        assert call in module and "tensor<8x1x2x64x64xbf16>" in module  # pages of a device
         assert "all_reduce" in module
         assert (f"tensor<{bucket.rows}x1021xf32>" in module) == (kind is Kind.FORWARD)

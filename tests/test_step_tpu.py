@@ -59,7 +59,7 @@ def test_a_step_compiles_and_copies_no_pool(programs: Programs, kind: Kind, size
     shapes = [jax.ShapeDtypeStruct(s.sharding.shard_shape(s.shape), s.dtype) for s in shapes]  # on each chip
     compiled = programs.lower((kind, size), pages, MAX_MODEL_LEN).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
-    kernels = re.findall(r"%(\w+?)(?:\.\d+)? = .*tpu_custom_call", text)
+    kernels = re.findall(r"%(\w+?)(?:\.\S+)? = .*tpu_custom_call", text)
     per_layer = {"kv_write_decode", "ragged_paged_attention_1"}
     if size.prefill_tokens:
         per_layer |= {"kv_write_prefill", "ragged_paged_attention_128"}

@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from jaxserve.deployment import Deployment
 from jaxserve.models.layers import rope_tables
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
 from jaxserve.shapes import ceil_div
 
 MIN_SECONDS = 0.02  # of queued calls, timed together
@@ -165,17 +165,16 @@ def job(deployment: Deployment, kernel: str, shape: str, op: Op, **how: Any) -> 
     """A job with the parts that most of them share: `meta`, `num_pages`, `columns` of x, `work` and `unit`."""
     model, dtype, meta = deployment.model, jnp.dtype(deployment.dtype), how["meta"]
     tokens, num_pages = meta.token_rows.shape[0], how["num_pages"]
-    pages: Any = jax.ShapeDtypeStruct(
-        (num_pages, model.num_kv_heads, deployment.page_size, deployment.backend.stored_head_dim(model.head_dim)), dtype
-    )
-    pool_bytes = 2 * pages.size * dtype.itemsize
+    head_dim = deployment.backend.stored_head_dim(model.head_dim)
+    pool = jax.ShapeDtypeStruct((num_pages, model.num_kv_heads, 2, deployment.page_size, head_dim), dtype)
+    pool_bytes = pool.size * dtype.itemsize
     layers = LAYERS if tokens < LARGE_TOKENS else LARGE_LAYERS
     if deployment.backend.platform == "cpu":  # where compiling costs more, and launching nothing
         layers = CPU_LAYERS
     return Job(
         kernel, shape, op,
         x=jax.ShapeDtypeStruct((tokens, *how["columns"]), dtype),
-        pool=KVPages(pages, pages),
+        pool=pool,
         pools=min(int(np.clip(POOL_BYTES / pool_bytes, 2, MAX_POOLS)), layers),
         meta=meta,
         extras=how.get("extras", {}),

@@ -14,7 +14,8 @@ from jax import Array
 
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 log = logging.getLogger(__name__)
 

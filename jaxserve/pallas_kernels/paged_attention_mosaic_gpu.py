@@ -17,7 +17,8 @@ from jax import Array
 from jaxserve.pallas_kernels import paged_decode_mosaic_gpu as decode
 from jaxserve.pallas_kernels import paged_prefill_mosaic_gpu as prefill
 from jaxserve.pallas_kernels import rope_write_mosaic_gpu as rope
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 PAGE_SIZES = tuple(size for size in decode.PAGE_SIZES if size in prefill.PAGE_SIZES)
 
@@ -47,7 +48,7 @@ def attend(
 ) -> tuple[Array, KVPages]:  # fmt: skip
     """As `Backend.attend`, for a meta that has been through `prepare`."""
     how: dict[str, Any] = {"scale": scale, "sliding_window": sliding_window, "softcap": softcap, "sinks": sinks}
-    whole = 2 * cos.shape[1] == kv.k.shape[3]  # pages are no wider than heads
+    whole = 2 * cos.shape[1] == kv.shape[4]  # pages are no wider than heads
     if whole and qkv.shape[0] == meta.num_decode_rows and decode.takes_qkv(kv, num_heads):
         return decode.decode_qkv(
             qkv, kv, meta.page_table, meta.kv_lens, cos, sin, num_heads=num_heads, **projection, **how
@@ -59,7 +60,7 @@ def attend(
 def attention(q: Array, kv: KVPages, meta: AttentionInput, **how: Any) -> Array:
     """As `reference.attention`, for a meta that has been through `prepare`."""
     split, head_dim = meta.num_decode_rows, q.shape[2]
-    if room := kv.k.shape[3] - head_dim:
+    if room := kv.shape[4] - head_dim:
         return attention(jnp.pad(q, ((0, 0), (0, 0), (0, room))), kv, meta, **how)[:, :, :head_dim]
     if q.shape[0] > split and split % prefill.ALIGN:
         return jnp.concatenate(

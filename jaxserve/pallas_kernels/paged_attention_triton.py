@@ -38,8 +38,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages, Prepared
+from jaxserve.pallas_kernels.reference import AttentionInput, Prepared
 from jaxserve.shapes import ceil_div
+from jaxserve.state import KVPages
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
 DTYPES = ("bfloat16", "float16")
@@ -240,21 +241,21 @@ def _fresh(sinks_ref: Any, heads: Array, padded_head_dim: int, *, first: Any = T
 class Pages(NamedTuple):
     """The pages of one row and kv head."""
 
-    k: Any  # Ref [P, K, page, H]
-    v: Any
+    kv: Any  # Ref [P, K, 2, page, H]
     table: Any  # Ref i32[S, W]
     row: Array
     head: Array
 
-    def tile(self, start: Array, kv_tile: int) -> tuple[Any, ...]:
-        """Indices of the keys from `start`, a multiple of kv_tile, on: [kv_tile, Hp] of k and v."""
-        page_size, width = self.k.shape[2], self.table.shape[1]
+    def tile(self, start: Array, kv_tile: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Indices of K and of V, [kv_tile, Hp] each, of the keys from `start`, a multiple of kv_tile, on."""
+        page_size, width = self.kv.shape[3], self.table.shape[1]
         within = _range(kv_tile)
         keys = start if page_size >= kv_tile else start + within
         page = self.table[self.row, jnp.minimum(lax.div(keys, _int(page_size)), width - 1)]
         place = lax.rem(keys, _int(page_size)) + (within if page_size >= kv_tile else 0)
         page = page if page_size >= kv_tile else page[:, None]
-        return page, self.head, place[:, None], _columns(self.k.shape[3])[0]
+        place = place[:, None], _columns(self.kv.shape[4])[0]
+        return (page, self.head, 0, *place), (page, self.head, 1, *place)
 
     def attend(
         self, q: Array, so_far: Softmax, start: Array, kv_tile: int, scores: Scores,
@@ -265,17 +266,17 @@ class Pages(NamedTuple):
         seen(keys [1, kv_tile]) -> what a query attends to; live(keys [kv_tile, 1]) -> what any does, the rest may be
         NaN. None: all of them.
         """
-        index, real = self.tile(start, kv_tile), _columns(self.k.shape[3])[1]
+        (k_index, v_index), real = self.tile(start, kv_tile), _columns(self.kv.shape[4])[1]
         keys = start + _range(kv_tile)
-        padded = self.k.shape[3] != q.shape[1]
-        k = plt.load(self.k.at[index], mask=real, other=0) if padded else plt.load(self.k.at[index])
+        padded = self.kv.shape[4] != q.shape[1]
+        k = plt.load(self.kv.at[k_index], mask=real, other=0) if padded else plt.load(self.kv.at[k_index])
         s = scores.of(_dot(q, k.T))
         if seen is not None:
             s = jnp.where(seen(keys[None, :]), s, reference.MASKED)
         if live is None:
-            v = plt.load(self.v.at[index], mask=real, other=0) if padded else plt.load(self.v.at[index])
+            v = plt.load(self.kv.at[v_index], mask=real, other=0) if padded else plt.load(self.kv.at[v_index])
         else:  # a masked value may be NaN, and 0 * NaN is NaN
-            v = plt.load(self.v.at[index], mask=live(keys[:, None]) & real, other=0)
+            v = plt.load(self.kv.at[v_index], mask=live(keys[:, None]) & real, other=0)
         return so_far.add(s, v)
 
 
@@ -286,12 +287,12 @@ def _named(names: tuple[str, ...], refs: tuple[Any, ...]) -> dict[str, Any]:
 def _decode_body(*refs: Any, names: tuple[str, ...], kv_tile: int, heads_per_program: int, scores: Scores):
     """`refs` are, by `names`:
 
-    q [T, N, H]; k, v [P, K, page, H]; table i32[S, W]; lens i32[S]; items i32[n, 4]; maybe sinks [N]; out [S_d, N, H]
+    q [T, N, H]; kv [P, K, 2, page, H]; table i32[S, W]; lens i32[S]; items i32[n, 4]; maybe sinks [N]; out [S_d, N, H]
     of rows with one item; where rows may be split, partial f32[n, N, H] and lse f32[n, N] of the other items: their
     result, and log2 of their sum of 2 ** s.
     """
     ref = _named(names, refs)
-    (_, num_heads, head_dim), kv_heads = ref["q"].shape, ref["k"].shape[1]
+    (_, num_heads, head_dim), kv_heads = ref["q"].shape, ref["kv"].shape[1]
     group = num_heads // kv_heads
     blocks = ceil_div(group, heads_per_program)
     kv_head, block = lax.div(pl.program_id(0), _int(blocks)), lax.rem(pl.program_id(0), _int(blocks))
@@ -304,7 +305,7 @@ def _decode_body(*refs: Any, names: tuple[str, ...], kv_tile: int, heads_per_pro
     columns, real = _columns(head_dim)
     index, real = (heads[:, None], columns), (within < group)[:, None] & real
     q = plt.load(ref["q"].at[(row, *index)], mask=real & (first < end), other=0)
-    pages = Pages(ref["k"], ref["v"], ref["table"], row, kv_head)
+    pages = Pages(ref["kv"], ref["table"], row, kv_head)
     is_first = first == lax.div(begin, _int(kv_tile))
 
     def live(keys: Array) -> Array:
@@ -341,11 +342,11 @@ def _combine_body(partial_ref, lse_ref, splits_ref, _, out_ref, *, max_splits: i
 
 
 def _prefill_body(*refs: Any, names: tuple[str, ...], query_tile: int, kv_tile: int, first_token: int, scores: Scores):
-    """`refs` are, by `names`: q [T, N, H]; k, v [P, K, page, H]; table i32[S, W]; tiles i32[n, 4]; maybe sinks [N];
+    """`refs` are, by `names`: q [T, N, H]; kv [P, K, 2, page, H]; table i32[S, W]; tiles i32[n, 4]; maybe sinks [N];
     out [T, N, H], from first_token on.
     """
     ref = _named(names, refs)
-    (_, num_heads, head_dim), kv_heads = ref["q"].shape, ref["k"].shape[1]
+    (_, num_heads, head_dim), kv_heads = ref["q"].shape, ref["kv"].shape[1]
     head = pl.program_id(0)
     tile = ref["tiles"].shape[0] - 1 - pl.program_id(1)
     row, first, count, position = (ref["tiles"][tile, i] for i in range(4))
@@ -354,7 +355,7 @@ def _prefill_body(*refs: Any, names: tuple[str, ...], query_tile: int, kv_tile: 
     index = ((first_token + first + within)[:, None], head, columns)
     real = (within < count)[:, None] & real
     q = plt.load(ref["q"].at[index], mask=real, other=0)
-    pages = Pages(ref["k"], ref["v"], ref["table"], row, lax.div(head, _int(num_heads // kv_heads)))
+    pages = Pages(ref["kv"], ref["table"], row, lax.div(head, _int(num_heads // kv_heads)))
     window, keys_end = scores.sliding_window, position + count
     begin = _int(0) if window is None else jnp.maximum(0, position - (window - 1))
     positions = (position + within)[:, None]
@@ -408,7 +409,7 @@ def _decode(
     q: Array, kv: KVPages, table: Array, lens: Array, sinks: Array | None, *, num_rows: int, scores: Scores,
     tuning: Tuning,
 ) -> Array:  # fmt: skip
-    (_, num_heads, head_dim), (_, kv_heads, page_size, _) = q.shape, kv.k.shape
+    (_, num_heads, head_dim), (_, kv_heads, _, page_size, _) = q.shape, kv.shape
     group = num_heads // kv_heads
     heads = min(MAX_HEADS, max(MIN_ROWS, pl.next_power_of_2(group)))
     programs = kv_heads * ceil_div(group, heads)  # of an item
@@ -422,7 +423,7 @@ def _decode(
     if cuts[1]:
         results["partial"] = jax.ShapeDtypeStruct((items, num_heads, head_dim), jnp.float32)
         results["lse"] = jax.ShapeDtypeStruct((items, num_heads), jnp.float32)
-    given = {"q": q, "k": kv.k, "v": kv.v, "table": table, "lens": lens, "items": work.items, "sinks": sinks}
+    given = {"q": q, "kv": kv, "table": table, "lens": lens, "items": work.items, "sinks": sinks}
     out, *parts = _call(
         _decode_body, "paged_decode", (programs, items), given, results, tuning, num_warps=4,
         kv_tile=tuning.kv_tile, heads_per_program=heads, scores=scores,
@@ -448,7 +449,7 @@ def _prefill(
     tokens, num_heads, head_dim = q.shape
     query_tile = tuning.query_tile_of(tokens - first_token)
     num_warps = 8 if query_tile * pl.next_power_of_2(head_dim) >= 2**13 else 4  # fewer spill registers
-    given = {"q": q, "k": kv.k, "v": kv.v, "table": table, "tiles": tiles, "sinks": sinks}
+    given = {"q": q, "kv": kv, "table": table, "tiles": tiles, "sinks": sinks}
     (out,) = _call(
         _prefill_body, "paged_prefill", (num_heads, tiles.shape[0]), given,
         {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, tuning, num_warps,
@@ -476,7 +477,7 @@ def attention(
     """
     if reason := unsupported(dtype=str(q.dtype), head_dim=q.shape[2]):
         raise ValueError(f"attention on triton: {reason}")
-    if (page_size := kv.k.shape[2]) not in PAGE_SIZES:
+    if (page_size := kv.shape[3]) not in PAGE_SIZES:
         raise ValueError(f"attention on triton: pages must hold {PAGE_SIZES} tokens, got {page_size}")
     split, scores = meta.num_decode_rows, Scores(scale, sliding_window, softcap)
     decoded = None

@@ -55,8 +55,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import KVPages
 from jaxserve.shapes import ceil_div
+from jaxserve.state import KVPages
 
 KV_TILE = 64  # keys per tile: the M of a wgmma
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -224,20 +224,18 @@ def _body(
 
     q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe bias [N + 2K, H], q_norm,
     k_norm [H]; maybe sinks f32[K, Gp], in units of log2;
-    k, v [P, K, page, H], in place: with qkv the new token's are written there; kv_lens i32[S]; cuts
+    kv [P, K, 2, page, H], in place: with qkv the new token's k and v are written there; kv_lens i32[S]; cuts
     i32[workers + 1, 3]; table i32[S, W]; out, as q: rows that one worker takes; partial f32[slots, K, Gp, H] out:
     result of a part of a row; lse f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
     """
     ref = dict(zip(names, refs, strict=True))
-    k_ref, v_ref, lens_ref, cuts_ref, table_ref, out_ref = (
-        ref[name] for name in ("k", "v", "kv_lens", "cuts", "table", "out")
-    )
+    kv_ref, lens_ref, cuts_ref, table_ref, out_ref = (ref[name] for name in ("kv", "kv_lens", "cuts", "table", "out"))
     fused = "qkv" in ref
     stages, _, head_dim = k_smem.shape
     group, halves, per_half = q_smem.shape[0], out_ref.shape[2], out_ref.shape[3]
-    page_size, (rows, width) = k_ref.shape[2], table_ref.shape
+    page_size, (rows, width) = kv_ref.shape[3], table_ref.shape
     # heads innermost: CTAs that run together read the heads of the same pages, which lie side by side
-    cta, kv_heads = lax.axis_index("cta"), jnp.int32(k_ref.shape[1])
+    cta, kv_heads = lax.axis_index("cta"), jnp.int32(kv_ref.shape[1])
     worker, head = lax.div(cta, kv_heads), lax.rem(cta, kv_heads)
     heads = pl.ds(lax.rem(cta, jnp.int32(1)), HEAD_ROWS)  # a start that is not static: heads beyond G are 0, or dropped
     first_row, first_before, first_offset = (cuts_ref[worker, i] for i in range(3))
@@ -280,16 +278,16 @@ def _body(
                 # page ids first: their latency hides behind the wait for the stage
                 columns = [lax.div(key + j * size, jnp.int32(page_size)) for j in range(copies)]
                 pages = [table_ref[part.row, jnp.minimum(column, width - 1)] for column in columns]
-                for pool, ring, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
+                for which, (ring, full, free) in enumerate(((k_smem, k_full, k_free), (v_smem, v_full, v_free))):
 
                     @pl.when(i >= stages)
                     def _(free=free):
                         plgpu.barrier_wait(free.at[stage])
 
                     for j, page in enumerate(pages):
-                        source = pool.at[page, head]
+                        source = kv_ref.at[page, head, which]
                         if size < page_size:
-                            source = pool.at[page, head, pl.ds(lax.rem(key, jnp.int32(page_size)), size)]
+                            source = kv_ref.at[page, head, which, pl.ds(lax.rem(key, jnp.int32(page_size)), size)]
                         plgpu.copy_gmem_to_smem(source, ring.at[stage, pl.ds(j * size, size)], full.at[stage])
 
         taken = for_each_row(stream)
@@ -396,9 +394,8 @@ def _body(
         def _():
             column, at = (op(stored(part), jnp.int32(page_size)) for op in (lax.div, lax.rem))
             page = table_ref[row, jnp.minimum(column, width - 1)]
-            for i, pool in enumerate((k_ref, v_ref)):
-                place = pool.at[page, head, at]
-                plgpu.copy_smem_to_gmem(raw_smem.at[0, group + i], place)
+            for i in range(2):
+                plgpu.copy_smem_to_gmem(raw_smem.at[0, group + i], kv_ref.at[page, head, i, at])
 
         return v.astype(jnp.float32), scores((lo + hi).sum(axis=0))
 
@@ -555,7 +552,7 @@ def _attend(
     cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, eps: float,
 ) -> tuple[Array, KVPages]:  # fmt: skip
     """`given`: q, or qkv and what belongs to it, as `_body` names them -> out, as q there; kv with the new tokens."""
-    (_, kv_heads, page_size, head_dim), dtype = kv.k.shape, kv.k.dtype
+    (_, kv_heads, _, page_size, head_dim), dtype = kv.shape, kv.dtype
     fused = "qkv" in given
     rows = page_table.shape[0]
     if fused:
@@ -586,10 +583,8 @@ def _attend(
         "k_free": plgpu.Barrier(num_barriers=stages),
         "v_free": plgpu.Barrier(num_barriers=stages),
     }
-    pools: dict[str, Any] = {"k": kv.k, "v": kv.v}
-    if fused:
-        pools = {name: jax.new_ref(pool) for name, pool in pools.items()}
-    operands = given | pools | {"kv_lens": work.kv_lens, "cuts": work.cuts, "table": page_table}
+    pages: Any = jax.new_ref(kv) if fused else kv
+    operands = given | {"kv": pages, "kv_lens": work.kv_lens, "cuts": work.cuts, "table": page_table}
     kernel = plgpu.kernel(
         partial(
             _body, names=(*operands, *out_type), scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps,
@@ -605,7 +600,7 @@ def _attend(
     )  # fmt: skip
     out, *partials = kernel(*operands.values())
     if fused:
-        kv = KVPages(jax.freeze(pools["k"]), jax.freeze(pools["v"]))
+        kv = jax.freeze(pages)
     if not partials:
         return out, kv
     ctas = min(COMBINE_CTAS, work.splits.shape[0] * kv_heads * halves * per_half)
@@ -674,12 +669,12 @@ def decode_attention(
     shapes that the kernel does not take (see `unsupported`).
     """
     rows, heads, head_dim = q.shape
-    group = heads // kv.k.shape[1]
+    group = heads // kv.shape[1]
     halves = ceil_div(group, HEAD_ROWS)
     cuts = _cuts(kv, page_table, group, tuning, sliding_window)
     if work is None:
         work = make_work(kv_lens, sliding_window, cuts)
-    qs = q.reshape(rows, -1, group, head_dim).astype(kv.k.dtype)
+    qs = q.reshape(rows, -1, group, head_dim).astype(kv.dtype)
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
     given = {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)} | _padded_sinks(sinks, kv, heads)
@@ -692,8 +687,8 @@ def decode_attention(
 
 def takes_qkv(kv: KVPages, num_heads: int) -> bool:
     """Whether `decode_qkv` can be used: turning q needs halves of a head that fill the 64 places of a tile."""
-    group = num_heads // kv.k.shape[1]
-    return kv.k.shape[3] % (2 * KV_TILE) == 0 and not group % ceil_div(group, HEAD_ROWS)
+    group = num_heads // kv.shape[1]
+    return kv.shape[4] % (2 * KV_TILE) == 0 and not group % ceil_div(group, HEAD_ROWS)
 
 
 def decode_qkv(
@@ -721,7 +716,7 @@ def decode_qkv(
     its CTAs turns the query heads that it needs, and the one that takes a row's last tile adds the new token and
     writes its k and v. The page that it streams does not have them yet: there they count as dead. Needs `takes_qkv`.
     """
-    rows, (_, kv_heads, _, head_dim) = qkv.shape[0], kv.k.shape
+    rows, (_, kv_heads, _, _, head_dim) = qkv.shape[0], kv.shape
     cuts = _cuts(kv, page_table, num_heads // kv_heads, tuning, sliding_window)
     given = {"qkv": qkv.reshape(rows, -1, head_dim), "cos": cos, "sin": sin}
     given |= {"bias": bias.reshape(-1, head_dim)} if bias is not None else {}
@@ -738,7 +733,7 @@ def _padded_sinks(sinks: Array | None, kv: KVPages, num_heads: int) -> dict[str,
     """sinks [N] as `_body` takes them: a tile's places beyond the heads of a half are 0."""
     if sinks is None:
         return {}
-    kv_heads = kv.k.shape[1]
+    kv_heads = kv.shape[1]
     group = num_heads // kv_heads
     halves = ceil_div(group, HEAD_ROWS)
     sinks = reference.start_of(sinks, (kv_heads, group)) * LOG2E
@@ -748,8 +743,8 @@ def _padded_sinks(sinks: Array | None, kv: KVPages, num_heads: int) -> dict[str,
 
 def _cuts(kv: KVPages, page_table: Array, group: int, tuning: DecodeTuning, sliding_window: int | None) -> Cuts:
     """Raises ValueError for shapes that the kernel does not take."""
-    _, kv_heads, page_size, head_dim = kv.k.shape
-    if reason := unsupported(dtype=str(kv.k.dtype), head_dim=head_dim, group=group):
+    _, kv_heads, _, page_size, head_dim = kv.shape
+    if reason := unsupported(dtype=str(kv.dtype), head_dim=head_dim, group=group):
         raise ValueError(f"paged decode on mosaic_gpu: {reason}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"paged decode on mosaic_gpu: page size must be one of {PAGE_SIZES}, got {page_size}")

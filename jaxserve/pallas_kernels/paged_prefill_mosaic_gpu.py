@@ -47,8 +47,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages, Prepared
+from jaxserve.pallas_kernels.reference import AttentionInput, Prepared
 from jaxserve.shapes import ceil_div
+from jaxserve.state import KVPages
 
 ALIGN = 8  # rows that a TMA copy of a swizzled tile moves together
 WG_ROWS = 64  # query tokens of a warpgroup: the M of a wgmma
@@ -131,8 +132,7 @@ def prepare(meta: AttentionInput, page_size: int) -> AttentionInput:
 
 def _body(
     q_ref,  # [T, N, H]
-    k_ref,  # [P, K, page, H]
-    v_ref,  # [P, K, page, H]
+    kv_ref,  # [P, K, 2, page, H]
     tiles_ref,  # i32[n, 4]
     lens_ref,  # i32[S]
     table_ref,  # i32[S, W]
@@ -155,12 +155,12 @@ def _body(
 ):
     *sinks_ref, o_ref = refs
     stages, kv_tile, head_dim = k_smem.shape
-    page_size, width = k_ref.shape[2], table_ref.shape[1]
+    page_size, width = kv_ref.shape[3], table_ref.shape[1]
     num_tokens, heads, _ = q_ref.shape
     # heads innermost: CTAs that run together read the same pages, and find them in the L2 cache
     cta, num_heads = lax.axis_index("cta"), jnp.int32(heads)
     tile, head = lax.div(cta, num_heads), lax.rem(cta, num_heads)
-    kv_head = lax.div(head, jnp.int32(heads // k_ref.shape[1]))
+    kv_head = lax.div(head, jnp.int32(heads // kv_ref.shape[1]))
     row, count, first_position = tiles_ref[tile, 0], tiles_ref[tile, 2], tiles_ref[tile, 3]
     first = first_token + tiles_ref[tile, 1]
     start = jnp.minimum(lax.div(first, jnp.int32(ALIGN)) * ALIGN, num_tokens - QUERY_TILE)
@@ -186,16 +186,17 @@ def _body(
             # page ids first: their latency hides behind the wait for the slot
             columns = [lax.div(key + j * size, jnp.int32(page_size)) for j in range(copies)]
             pages = [table_ref[row, jnp.minimum(column, width - 1)] for column in columns]
-            for pool, ring, full, free in ((k_ref, k_smem, k_full, k_free), (v_ref, v_smem, v_full, v_free)):
+            for which, (ring, full, free) in enumerate(((k_smem, k_full, k_free), (v_smem, v_full, v_free))):
 
                 @pl.when(i >= stages)
                 def _(free=free):
                     plgpu.barrier_wait(free.at[slot])
 
                 for j, page in enumerate(pages):
-                    source = pool.at[page, kv_head]
+                    source = kv_ref.at[page, kv_head, which]
                     if size < page_size:
-                        source = pool.at[page, kv_head, pl.ds(lax.rem(key + j * size, jnp.int32(page_size)), size)]
+                        place = lax.rem(key + j * size, jnp.int32(page_size))
+                        source = kv_ref.at[page, kv_head, which, pl.ds(place, size)]
                     plgpu.copy_gmem_to_smem(source, ring.at[slot, pl.ds(j * size, size)], full.at[slot])
 
         @pl.loop(jnp.maximum(num_steps - stages, 0), num_steps)
@@ -399,14 +400,14 @@ def _body(
 # One module-level jit, so that every layer of a step shares one traced call, one kernel and one compilation.
 @partial(jax.jit, static_argnames=("first_token", "scale", "sliding_window", "softcap", "tuning"))
 def _attend(
-    q: Array, k: Array, v: Array, tiles: Array, kv_lens: Array, page_table: Array, sinks: Array | None, *,
+    q: Array, kv: KVPages, tiles: Array, kv_lens: Array, page_table: Array, sinks: Array | None, *,
     first_token: int, scale: float, sliding_window: int | None, softcap: float | None, tuning: PrefillTuning,
 ) -> Array:  # fmt: skip
-    """q [T, N, H], T a multiple of 8 and at least 128; k, v [P, K, page, H]; tiles i32[n, 4] -> [T, N, H]."""
+    """q [T, N, H], T a multiple of 8 and at least 128; tiles i32[n, 4] -> [T, N, H]."""
     _, heads, head_dim = q.shape
-    dtype, kv_tile, stages = k.dtype, tuning.kv_tile, tuning.stages
+    dtype, kv_tile, stages = kv.dtype, tuning.kv_tile, tuning.stages
     assert kv_tile and stages
-    copies = max(1, kv_tile // k.shape[2])
+    copies = max(1, kv_tile // kv.shape[3])
 
     def tiled(*shape: int):
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -436,7 +437,7 @@ def _attend(
         kernel_name="prefill",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return kernel(q, k, v, tiles, kv_lens, page_table, *([] if sinks is None else [sinks]))
+    return kernel(q, kv, tiles, kv_lens, page_table, *([] if sinks is None else [sinks]))
 
 
 def unsupported(*, dtype: str | None, head_dim: int | None, group: int | None) -> str | None:
@@ -468,9 +469,9 @@ def prefill_attention(
     this module if meta has been through it. Raises ValueError for shapes that the kernel does not take.
     """
     tokens, heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = kv.k.shape
+    _, kv_heads, _, page_size, _ = kv.shape
     name = "paged prefill on mosaic_gpu"
-    if reason := unsupported(dtype=str(kv.k.dtype), head_dim=head_dim, group=heads // kv_heads):
+    if reason := unsupported(dtype=str(kv.dtype), head_dim=head_dim, group=heads // kv_heads):
         raise ValueError(f"{name}: {reason}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"{name}: page size must be one of {PAGE_SIZES}, got {page_size}")
@@ -481,13 +482,13 @@ def prefill_attention(
     if not isinstance(work, PrefillWork):
         work = make_work(meta, sliding_window)
     padding = max(QUERY_TILE, ceil_div(tokens, ALIGN) * ALIGN) - tokens
-    qs = q.astype(kv.k.dtype)
+    qs = q.astype(kv.dtype)
     if padding:
         qs = jnp.pad(qs, ((0, padding), (0, 0), (0, 0)))
     if sinks is not None:
         sinks = reference.start_of(sinks, (heads,))
     out = _attend(
-        qs, kv.k, kv.v, work.tiles, meta.kv_lens, meta.page_table, sinks, first_token=first_token, scale=scale,
+        qs, kv, work.tiles, meta.kv_lens, meta.page_table, sinks, first_token=first_token, scale=scale,
         sliding_window=sliding_window, softcap=softcap, tuning=tuning.of(head_dim),
     )  # fmt: skip
     return out[:tokens].astype(q.dtype)

@@ -13,10 +13,8 @@ Why this shape:
     the tiling of memory does not allow. The price: chunks much shorter than a block leave rows of its product empty.
   - Queries come as [blocks, K, G * tokens, H]: all query heads of a kv head are rows of one product, so that K and V
     are read once for all of them and any G works. XLA changes to that order and back: two passes over q.
-  - Pages are copied whole, all kv heads at once: [K, page, H] lies in one piece. Tiles of several pages are double
+  - A page takes one copy, K and V of all kv heads: [K, 2, page, H] lies in one piece. Tiles of several pages are double
     buffered, across visits too: the last tile of a visit is computed while the first one of the next arrives.
-  - K and V are two pools, as for all backends: a page takes two copies. Interleaved on the head axis it would take one,
-    of the same bytes, and be a layout of its own in cache, sharding and writes; nobody has seen yet what that is worth.
   - A page table of 256 rows of 128k tokens does not fit the scalar memory (1 MiB). It stays in HBM, and the rows of the
     visits at work and of the next one are copied, ahead of time.
   - Only pages that a visit needs are copied: from the first one in its window to the last one that causality allows.
@@ -44,9 +42,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import MASKED, AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import MASKED, AttentionInput
 from jaxserve.pallas_kernels.rope_write_mosaic_tpu import Writes, make_writes
 from jaxserve.shapes import ceil_div
+from jaxserve.state import KVPages
 
 LANES = 128
 PAGE_SIZES = (16, 32, 64, 128, 256)
@@ -72,23 +71,23 @@ class Tuning:
 
     def pages_per_tile(self, kv: KVPages, score_rows: int) -> int:
         """As many as a quarter of the memory holds twice; and so that scores fit into a quarter too."""
-        _, kv_heads, page_size, head_dim = kv.k.shape
-        page_bytes = kv_heads * page_size * head_dim * kv.k.dtype.itemsize
+        _, kv_heads, _, page_size, head_dim = kv.shape
+        page_bytes = 2 * kv_heads * page_size * head_dim * kv.dtype.itemsize
         quarter = self.vmem_bytes // 4
         most = min(self.max_kv_tile, quarter // (SCORE_ARRAYS * 4 * score_rows)) // page_size
-        return max(1, min(most, quarter // (4 * page_bytes)))
+        return max(1, min(most, quarter // (2 * page_bytes)))
 
     def check(self, q: Array, kv: KVPages, tile: int, score_rows: int) -> None:
         """Raises ConfigError if the kernel's arrays do not fit: sizes of pages are the user's choice."""
         _, kv_heads, rows, head_dim = q.shape
         rows = ceil_div(rows, 16) * 16
         queries = kv_heads * rows * (4 * head_dim * q.dtype.itemsize + 4 * (head_dim + 2 * LANES))
-        tiles = 4 * kv_heads * tile * head_dim * kv.k.dtype.itemsize
+        tiles = 4 * kv_heads * tile * head_dim * kv.dtype.itemsize
         need = queries + tiles + SCORE_ARRAYS * 4 * score_rows * tile
         if need > self.vmem_bytes:
             raise ConfigError(
                 f"attention on mosaic_tpu needs {need / MiB:.1f} MiB of VMEM and may take {self.vmem_bytes / MiB:.1f}: "
-                f"{kv_heads} kv heads, {rows} rows of queries for each, pages of {kv.k.shape[2]} tokens; "
+                f"{kv_heads} kv heads, {rows} rows of queries for each, pages of {kv.shape[3]} tokens; "
                 "a smaller --page-size needs less",
                 param="page_size",
             )
@@ -218,7 +217,7 @@ def attention(
 ) -> Array:
     """As `reference.attention`, for pages of `stored_head_dim`. Raises ValueError for what the kernel does not take."""
     tokens, heads, head_dim = q.shape
-    _, kv_heads, page_size, stored = kv.k.shape
+    _, kv_heads, _, page_size, stored = kv.shape
     name, wide = "attention on mosaic_tpu", stored_head_dim(head_dim)
     if reason := unsupported(dtype=str(q.dtype), head_dim=head_dim):
         raise ValueError(f"{name}: {reason}")
@@ -265,22 +264,20 @@ def _attend(
     together = kv_heads if block_tokens == 1 else 1  # kv heads of one product: all, where each has few rows
     score_rows = together * ceil_div(query_rows, 8) * 8
     pages_per_tile = tuning.pages_per_tile(kv, score_rows)
-    tile = pages_per_tile * kv.k.shape[2]
+    tile = pages_per_tile * kv.shape[3]
     tuning.check(q, kv, tile, score_rows)
     block = pl.BlockSpec((1, kv_heads, query_rows, head_dim), lambda i, visits: (visits[COLUMN.block, i], 0, 0, 0))
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    pages = pltpu.VMEM((2, kv_heads, tile, head_dim), kv.k.dtype)
     column = pltpu.VMEM((kv_heads, query_rows, 1), jnp.float32)
     scratch = [
         pltpu.SMEM((2, *table.shape[1:]), jnp.int32),
-        pages,
-        pages,
+        pltpu.VMEM((2, kv_heads, 2, tile, head_dim), kv.dtype),
         column,
         column,
         pltpu.VMEM(q.shape[1:], jnp.float32),
         pltpu.SMEM((2,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
-        pltpu.SemaphoreType.DMA((2, 2)),
+        pltpu.SemaphoreType.DMA((2,)),
     ]
     body = partial(_body, pages_per_tile=pages_per_tile, block_tokens=block_tokens, together=together, masks=masks)
     return pl.pallas_call(
@@ -289,32 +286,30 @@ def _attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(visits.shape[1] - 1,),
-            in_specs=[block, in_hbm, in_hbm, in_hbm, None if sinks is None else pl.BlockSpec(memory_space=pltpu.VMEM)],
+            in_specs=[block, in_hbm, in_hbm, None if sinks is None else pl.BlockSpec(memory_space=pltpu.VMEM)],
             out_specs=block,
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=tuning.vmem_bytes),
         name=f"ragged_paged_attention_{block_tokens}",
-    )(visits, q, table, kv.k, kv.v, sinks)
+    )(visits, q, table, kv, sinks)
 
 
 def _body(
     visits: Any,  # i32[6, n + 1] SMEM
     q: Any,  # [1, K, R, H], R = G * block_tokens: row r is token r % block_tokens
     table: Any,  # i32[S, 1, W] HBM
-    k_pages: Any,  # [P, K, page, H] HBM
-    v_pages: Any,
+    kv: Any,  # [P, K, 2, page, H] HBM
     sinks: Any,  # f32[K, G, 1]; None: there are none
     out: Any,  # [1, K, R, H]
     table_rows: Any,  # i32[2, 1, W] SMEM: of the visit at work, and of the next one
-    k_tiles: Any,  # [2, K, tile, H]
-    v_tiles: Any,
+    tiles: Any,  # [2, K, 2, tile, H]
     top: Any,  # f32[K, R, 1] largest score so far
     total: Any,  # f32[K, R, 1]
     acc: Any,  # f32[K, R, H]
     turn: Any,  # i32[2] SMEM: which table row is of the visit at work, which tile arrives next
     table_arrived: Any,  # semaphores [2]
-    kv_arrived: Any,  # semaphores [2 (K, V), 2]
+    kv_arrived: Any,  # semaphores [2]
     *,
     pages_per_tile: int,
     block_tokens: int,
@@ -322,7 +317,7 @@ def _body(
     masks: reference.Masks,
 ) -> None:
     _, kv_heads, rows, head_dim = q.shape
-    page_size = k_pages.shape[2]
+    page_size = kv.shape[3]
     tile_tokens = pages_per_tile * page_size
     count = pl.num_programs(0)
     me = pl.program_id(0)
@@ -353,9 +348,8 @@ def _body(
         def one(column: Any, _: Any) -> None:
             page = 0 if table_row is None else table_rows[table_row, 0, column]
             at = pl.ds(pl.multiple_of((column - tile * pages_per_tile) * page_size, page_size), page_size)
-            for i, (pool, tiles) in enumerate(((k_pages, k_tiles), (v_pages, v_tiles))):
-                copy = pltpu.make_async_copy(pool.at[page], tiles.at[place, :, at], kv_arrived.at[i, place])
-                copy.wait() if table_row is None else copy.start()
+            copy = pltpu.make_async_copy(kv.at[page], tiles.at[place, :, :, at], kv_arrived.at[place])
+            copy.wait() if table_row is None else copy.start()
 
         lax.fori_loop(first, last, one, None)
 
@@ -373,14 +367,14 @@ def _body(
 
         def some_heads(i: Any, _: Any) -> None:
             at = pl.ds(i * together, together)
-            s = dot(q[0, at], k_tiles[place, at], (((2,), (2,)), ((0,), (0,))))
+            s = dot(q[0, at], tiles[place, at, 0], (((2,), (2,)), ((0,), (0,))))
             s = jnp.where(seen, masks.scores(s), MASKED)
             before = top[at]
             now = jnp.maximum(before, s.max(axis=2, keepdims=True))
             p, shrink = jnp.exp(s - now), jnp.exp(before - now)
             top[at] = now
             total[at] = total[at] * shrink + p.sum(axis=2, keepdims=True)
-            v = v_tiles[place, at]
+            v = tiles[place, at, 1]
             acc[at] = acc[at] * shrink + dot(p.astype(v.dtype), v, (((2,), (1,)), ((0,), (0,))))
 
         lax.fori_loop(0, kv_heads // together, some_heads, None)
@@ -409,7 +403,7 @@ def _body(
     def _visit() -> None:
         table_row, after = turn[0], visits[COLUMN.next, me + 1]
         begin, end = keys_of(me)
-        tiles = lax.div(end + tile_tokens - 1, tile_tokens)
+        last = lax.div(end + tile_tokens - 1, tile_tokens)
         if sinks is None:
             top[...] = jnp.full_like(top, MASKED)
             total[...] = jnp.zeros_like(total)
@@ -421,11 +415,11 @@ def _body(
         acc[...] = jnp.zeros_like(acc)
 
         def one(tile: Any, place: Any) -> Any:
-            @pl.when(tile + 1 < tiles)
+            @pl.when(tile + 1 < last)
             def _() -> None:
                 tile_copies(me, tile + 1, 1 - place, table_row)
 
-            @pl.when((tile + 1 == tiles) & (after < count))
+            @pl.when((tile + 1 == last) & (after < count))
             def _() -> None:
                 table_copy(after, 1 - table_row).wait()
                 tile_copies(after, first_tile(after), 1 - place, 1 - table_row)
@@ -435,14 +429,15 @@ def _body(
 
             @pl.when((start < begin) | (start + tile_tokens > end))
             def _clear() -> None:
-                key = start + lax.broadcasted_iota(jnp.int32, v_tiles.shape[1:], 1)
+                v = tiles[place, :, 1]
+                key = start + lax.broadcasted_iota(jnp.int32, v.shape, 1)
                 own = (key >= begin) & (key < end)
-                v_tiles[place] = jnp.where(own, v_tiles[place].astype(jnp.float32), 0).astype(v_tiles.dtype)
+                tiles[place, :, 1] = jnp.where(own, v.astype(jnp.float32), 0).astype(v.dtype)
 
             attend_tile(start, place)
             return 1 - place
 
-        turn[1] = lax.fori_loop(lax.div(begin, tile_tokens), tiles, one, turn[1])
+        turn[1] = lax.fori_loop(lax.div(begin, tile_tokens), last, one, turn[1])
         turn[0] = 1 - table_row
 
         @pl.when(after < count)

@@ -31,15 +31,9 @@ import numpy as np
 from jax import Array, lax
 
 from jaxserve.shapes import ceil_div
+from jaxserve.state import KVPages
 
 MASKED = -1e30  # a score nothing attends to; finite, so that a wholly masked KV tile gives no NaN
-
-
-class KVPages(NamedTuple):
-    """The KV pool of one layer. Page 0 is never allocated: padding tokens are written there."""
-
-    k: Array  # [P, K, page, H]
-    v: Array  # [P, K, page, H]
 
 
 @partial(
@@ -148,19 +142,17 @@ def write_kv(kv: KVPages, k: Array, v: Array, meta: AttentionInput) -> KVPages:
     if meta.prepared:
         pages, offsets = meta.prepared.write_pages, meta.prepared.write_offsets
     else:
-        pages, offsets = write_slots(meta, kv.k.shape[2])
-    written = (
-        pool.at[pages, :, offsets].set(new.astype(pool.dtype), mode="promise_in_bounds")
-        for pool, new in zip(kv, (k, v), strict=True)
-    )
-    return KVPages(*written)
+        pages, offsets = write_slots(meta, kv.shape[3])
+    for i, new in enumerate((k, v)):
+        kv = kv.at[pages, :, i, offsets].set(new.astype(kv.dtype), mode="promise_in_bounds")
+    return kv
 
 
 def rope_and_write(
     qkv: Array, kv: KVPages, meta: AttentionInput, cos: Array, sin: Array, *, num_heads: int, **projection: Any
 ) -> tuple[Array, KVPages]:
     """Donates `kv`: from the merged projection to q [T, N, H], and this step's k and v in their pages. See `rope`."""
-    q, k, v = rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=kv.k.shape[1], **projection)
+    q, k, v = rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=kv.shape[1], **projection)
     return q, write_kv(kv, k, v, meta)
 
 
@@ -309,7 +301,7 @@ def _attend(
     q [C, t, N, H]; table i32[C, W]; first_positions i32[C], num_tokens i32[C] (0..t) -> [C, t, N, H], 0 for padding.
     """
     num_tiles, t, heads, head_dim = q.shape
-    kv_heads, page_size = kv.k.shape[1:3]
+    _, kv_heads, _, page_size, _ = kv.shape
     group = heads // kv_heads
     pages_per_tile = max(1, min(kv_tile // page_size, table.shape[1]))
     kv_tile = pages_per_tile * page_size
@@ -357,17 +349,15 @@ def _attend(
 def _gather(kv: KVPages, table: Array, first_page: Array, num_pages: int) -> tuple[Array, Array]:
     """`num_pages` pages of each row from its `first_page` (i32[C]) on: K, V [C, K, num_pages * page, H].
 
-    Indexing (page, kv head) pairs gives that order without a transpose.
+    Indexing (page, kv head, K or V) as one gives that order without a transpose.
     """
-    pool_pages, kv_heads, page_size, head_dim = kv.k.shape
+    pool_pages, kv_heads, _, page_size, head_dim = kv.shape
     column = first_page[:, None] + jnp.arange(num_pages, dtype=jnp.int32)
     column = jnp.minimum(column, table.shape[1] - 1)
     row = jnp.arange(table.shape[0], dtype=jnp.int32)[:, None]
     page = table.at[row, column].get(mode="promise_in_bounds")  # i32[C, num_pages]
-    pair = page[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    piece = 2 * (page[:, None, :] * kv_heads + jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None])
+    pieces = kv.reshape(pool_pages * kv_heads * 2, page_size * head_dim)
     shape = (table.shape[0], kv_heads, num_pages * page_size, head_dim)
-    k, v = (
-        pool.reshape(pool_pages * kv_heads, page_size * head_dim).at[pair].get(mode="promise_in_bounds").reshape(shape)
-        for pool in kv
-    )
+    k, v = (pieces.at[piece + i].get(mode="promise_in_bounds").reshape(shape) for i in range(2))
     return k, v

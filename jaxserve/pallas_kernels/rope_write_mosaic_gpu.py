@@ -37,7 +37,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 THREADS, WARP, WARPS = 128, 32, 4  # of a warpgroup
 VECTOR_BYTES = 16  # most that a thread loads at once
@@ -133,10 +134,10 @@ def _body(*refs: Any, names: tuple[str, ...], groups: list[list[Piece]], num_hea
     """`refs` are, by `names` (the optional ones may be missing):
 
     qkv [T, N + 2K, H]; cos, sin f32[T, H/2]; pages, offsets i32[T]; bias [N + 2K, H]; q_norm, k_norm [1, H];
-    k, v [P, K, page, H], written in place; q [T, N, H] out.
+    kv [P, K, 2, page, H], written in place; q [T, N, H] out.
     """
     ref = dict(zip(names, refs, strict=True))
-    head_dim, kv_heads = ref["qkv"].shape[2], ref["k"].shape[1]
+    head_dim, kv_heads = ref["qkv"].shape[2], ref["kv"].shape[1]
     half = head_dim // 2
     halves = (pl.ds(0, half), pl.ds(half, half))
     first_of = {"q": 0, "k": num_heads, "v": num_heads + kv_heads}  # head in qkv
@@ -181,8 +182,10 @@ def _body(*refs: Any, names: tuple[str, ...], groups: list[list[Piece]], num_hea
             parts = parts if part == "v" else turn(*parts, rope[n], weights.get((part, n)))
             heads = pl.ds(first, n)
             for columns, x in zip(halves, parts, strict=True):
-                place = (token, heads, columns) if part == "q" else (page, heads, offset, columns)
-                _store(ref[part].at[place], x)
+                if part == "q":
+                    _store(ref["q"].at[token, heads, columns], x)
+                else:
+                    _store(ref["kv"].at[page, heads, "kv".index(part), offset, columns], x)
 
     if len(groups) == 1:
         run(groups[0])
@@ -196,14 +199,14 @@ def _body(*refs: Any, names: tuple[str, ...], groups: list[list[Piece]], num_hea
 def _rope_and_write(
     kv: KVPages, operands: dict[str, Array], *, eps: float, tuning: RopeTuning
 ) -> tuple[Array, KVPages]:
-    """`operands` as `_body` names them, but for k, v and q."""
+    """`operands` as `_body` names them, but for kv and q."""
     tokens, heads, head_dim = operands["qkv"].shape
-    num_heads, kv_heads, dtype = heads - 2 * kv.k.shape[1], kv.k.shape[1], operands["qkv"].dtype
+    num_heads, kv_heads, dtype = heads - 2 * kv.shape[1], kv.shape[1], operands["qkv"].dtype
     pieces = make_pieces(num_heads, kv_heads, head_dim, dtype.itemsize)
     groups = make_groups(pieces, tokens, tuning)
-    pages = {"k": jax.new_ref(kv.k), "v": jax.new_ref(kv.v)}
+    pages = jax.new_ref(kv)
     kernel = plgpu.kernel(
-        partial(_body, names=(*operands, *pages, "q"), groups=groups, num_heads=num_heads, eps=eps),
+        partial(_body, names=(*operands, "kv", "q"), groups=groups, num_heads=num_heads, eps=eps),
         out_type=jax.ShapeDtypeStruct((tokens, num_heads, head_dim), dtype),
         grid=(tokens * len(groups),),
         grid_names=("cta",),
@@ -211,8 +214,8 @@ def _rope_and_write(
         # no thread reads what another wrote, so nobody has to wait
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    q = kernel(*operands.values(), *pages.values())
-    return q, KVPages(jax.freeze(pages["k"]), jax.freeze(pages["v"]))
+    q = kernel(*operands.values(), pages)
+    return q, jax.freeze(pages)
 
 
 def unsupported(*, dtype: str | None, head_dim: int | None) -> str | None:
@@ -243,10 +246,10 @@ def rope_and_write(
 
     Pages may be wider than heads; nothing is written beyond those.
     """
-    tokens, (_, kv_heads, page_size, stored) = qkv.shape[0], kv.k.shape
+    tokens, (_, kv_heads, _, page_size, stored) = qkv.shape[0], kv.shape
     heads, head_dim = num_heads + 2 * kv_heads, 2 * cos.shape[-1]
     name = "rope and KV write on mosaic_gpu"
-    for dtype in (qkv.dtype, kv.k.dtype):
+    for dtype in (qkv.dtype, kv.dtype):
         if reason := unsupported(dtype=str(dtype), head_dim=head_dim):
             raise ValueError(f"{name}: {reason}")
     if qkv.shape[1] != heads * head_dim:

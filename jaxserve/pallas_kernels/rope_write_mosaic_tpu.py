@@ -1,9 +1,9 @@
 """Rope by XLA, and a Pallas kernel that writes K and V of a step into their pages, in place, on TPUs.
 
 Why a kernel: XLA's scatter goes through the tokens one after the other. Why this shape: memory is tiled, and in the
-pages [K, page, H] a token is one row of a tile for each kv head, which no copy can write alone. So what is read,
-changed and written back is a group: 16 tokens at a multiple of 16 within a page, all kv heads. A group is of one row of
-the step, so that no two visits touch the same one; groups that are filled whole are not read.
+pages [K, 2, page, H] a token is two rows of a tile for each kv head, which no copy can write alone. So what is read,
+changed and written back is a group: K and V of 16 tokens at a multiple of 16 within a page, all kv heads. A group is of
+one row of the step, so that no two visits touch the same one; groups that are filled whole are not read.
 
     chunk's tokens   |        5 6 7 | 8 9 10 11 ... 23 | 24 25 |
     groups           | . . . . n n n | n n n n ...   n  | n n . . . . . |
@@ -26,7 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 GROUP = 16  # tokens: rows of the widest tile, that of 2-byte types
 MiB = 2**20
@@ -44,8 +45,8 @@ class WriteTuning:
             raise ValueError(f"WriteTuning.max_depth must be even and at least 2, got {self.max_depth}")
 
     def depth(self, kv: KVPages) -> int:
-        _, kv_heads, _, head_dim = kv.k.shape
-        visit_bytes = 4 * GROUP * kv_heads * head_dim * kv.k.dtype.itemsize  # K and V, old and new
+        _, kv_heads, _, _, head_dim = kv.shape
+        visit_bytes = 4 * GROUP * kv_heads * head_dim * kv.dtype.itemsize  # K and V, old and new
         depth = self.max_depth
         while depth > 2 and depth * visit_bytes > self.ring_bytes:
             depth //= 2
@@ -115,60 +116,56 @@ def rope_and_write(
     qkv: Array, kv: KVPages, meta: AttentionInput, cos: Array, sin: Array, *, num_heads: int, **projection: Any
 ) -> tuple[Array, KVPages]:
     """As `reference.rope_and_write`, for pages of `stored_head_dim`. Donates `kv`."""
-    _, kv_heads, page_size, stored = kv.k.shape
-    q, *new = reference.rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=kv_heads, **projection)
-    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, stored - x.shape[2]))).astype(kv.k.dtype) for x in new)
+    _, kv_heads, _, page_size, stored = kv.shape
+    q, k, v = reference.rope(qkv, cos, sin, num_heads=num_heads, num_kv_heads=kv_heads, **projection)
+    new = jnp.stack([k, v], axis=2).reshape(k.shape[0], 2 * kv_heads, -1)  # in the order of the pages
+    new = jnp.pad(new, ((0, 0), (0, 0), (0, stored - new.shape[2]))).astype(kv.dtype)
     split = meta.num_decode_rows
     writes: Writes = meta.prepared.writes if meta.prepared else make_writes(meta, page_size)
     if writes.decode is not None:
-        kv = _write(kv, k[:split], v[:split], writes.decode, single=True)
+        kv = _write(kv, new[:split], writes.decode, single=True)
     if writes.prefill is not None:
-        kv = _write(kv, k[split:], v[split:], writes.prefill, single=False)
+        kv = _write(kv, new[split:], writes.prefill, single=False)
     return q, kv
 
 
 # One module-level jit, so that the layers of a step share one traced call.
 @partial(jax.jit, static_argnames=("single", "tuning"))
-def _write(
-    kv: KVPages, k: Array, v: Array, visits: Array, *, single: bool, tuning: WriteTuning = WriteTuning()
-) -> KVPages:
-    """Puts k, v [tokens of a region, K, stored] into the pages. single: no visit writes more than one token."""
-    _, kv_heads, _, stored = kv.k.shape
-    depth, dtype = tuning.depth(kv), kv.k.dtype
+def _write(kv: KVPages, new: Array, visits: Array, *, single: bool, tuning: WriteTuning = WriteTuning()) -> KVPages:
+    """Puts new [tokens of a region, 2K, stored], k and v of each kv head in turn, into the pages. single: no visit
+    writes more than one token.
+    """
+    _, kv_heads, _, _, stored = kv.shape
+    depth = tuning.depth(kv)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    written = pl.pallas_call(
+    return pl.pallas_call(
         _body,
-        out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in kv],
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), in_hbm, in_hbm, in_hbm, in_hbm],
-        out_specs=[in_hbm, in_hbm],
-        input_output_aliases={3: 0, 4: 1},
+        out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), in_hbm, in_hbm],
+        out_specs=in_hbm,
+        input_output_aliases={2: 0},
         scratch_shapes=[
-            pltpu.VMEM((depth, 2, 1 if single else GROUP, kv_heads, stored), dtype),
-            pltpu.VMEM((depth, 2, kv_heads, GROUP, stored), dtype),
+            pltpu.VMEM((depth, 1 if single else GROUP, 2 * kv_heads, stored), kv.dtype),
+            pltpu.VMEM((depth, kv_heads, 2, GROUP, stored), kv.dtype),
             pltpu.SemaphoreType.DMA((depth,)),
             pltpu.SemaphoreType.DMA((depth,)),
         ],
         name="kv_write_decode" if single else "kv_write_prefill",
-    )(visits, k, v, *kv)
-    return KVPages(*written)
+    )(visits, new, kv)
 
 
 def _body(
     visits: Any,  # i32[5, n] SMEM
-    k: Any,  # [T, K, H] HBM
-    v: Any,
-    _k_pages: Any,  # the same memory as:
-    _v_pages: Any,
-    k_pages: Any,  # [P, K, page, H] HBM
-    v_pages: Any,
-    fresh: Any,  # [depth, 2, 1 or GROUP, K, H] the tokens
-    groups: Any,  # [depth, 2, K, GROUP, H] what is in the pages, and will be
+    new: Any,  # [T, 2K, H] HBM
+    _before: Any,  # the same memory as:
+    kv: Any,  # [P, K, 2, page, H] HBM
+    fresh: Any,  # [depth, 1 or GROUP, 2K, H] the tokens
+    groups: Any,  # [depth, K, 2, GROUP, H] what is in the pages, and will be
     arrived: Any,  # semaphores [depth]
     left: Any,
 ) -> None:
-    depth, _, width, kv_heads, head_dim = fresh.shape
+    depth, width, _, head_dim = fresh.shape
     count, ahead = visits.shape[1], depth // 2
-    parts = ((k, k_pages), (v, v_pages))
 
     def of(visit: Any, column: int) -> Any:
         return visits[column, visit]
@@ -176,9 +173,9 @@ def _body(
     def is_real(visit: Any) -> Any:
         return of(visit, COLUMN.end) > of(visit, COLUMN.begin)
 
-    def group_of(visit: Any, pool: Any) -> Any:
+    def group_of(visit: Any) -> Any:
         at = pl.multiple_of(of(visit, COLUMN.group) * GROUP, GROUP)
-        return pool.at[of(visit, COLUMN.page), :, pl.ds(at, GROUP)]
+        return kv.at[of(visit, COLUMN.page), :, :, pl.ds(at, GROUP)]
 
     def read(visit: Any, act: str) -> None:
         """Starts the copies of a visit into the ring, or waits for them."""
@@ -190,37 +187,34 @@ def _body(
         def copy(a: Any, b: Any) -> None:
             getattr(pltpu.make_async_copy(a, b, arrived.at[place]), act)()
 
-        for i, (new, pool) in enumerate(parts):
+        @pl.when(end - begin < GROUP)
+        def _() -> None:
+            copy(group_of(visit), groups.at[place])
 
-            @pl.when(end - begin < GROUP)
-            def _(i: int = i, pool: Any = pool) -> None:
-                copy(group_of(visit, pool), groups.at[place, i])
+        @pl.when(whole)
+        def _() -> None:
+            copy(new.at[pl.ds(source, width)], fresh.at[place])
 
-            @pl.when(whole)
-            def _(i: int = i, new: Any = new) -> None:
-                copy(new.at[pl.ds(source, width)], fresh.at[place, i])
+        @pl.when(~whole)
+        def _() -> None:
+            def one(j: Any, _: Any) -> None:
+                copy(new.at[source + j], fresh.at[place, j])
 
-            @pl.when(~whole)
-            def _(i: int = i, new: Any = new) -> None:
-                def one(j: Any, _: Any) -> None:
-                    copy(new.at[source + j], fresh.at[place, i, j])
-
-                lax.fori_loop(begin, end, one, None)
+            lax.fori_loop(begin, end, one, None)
 
     def write(visit: Any, act: str) -> None:
         place = lax.rem(visit, depth)
-        for i, (_, pool) in enumerate(parts):
-            getattr(pltpu.make_async_copy(groups.at[place, i], group_of(visit, pool), left.at[place]), act)()
+        getattr(pltpu.make_async_copy(groups.at[place], group_of(visit), left.at[place]), act)()
 
     def merge(visit: Any) -> None:
         place = lax.rem(visit, depth)
-        at = lax.broadcasted_iota(jnp.int32, (kv_heads, GROUP, head_dim), 1)
-        new = (at >= of(visit, COLUMN.begin)) & (at < of(visit, COLUMN.end))
-        for i in range(2):
-            tokens = fresh[place, i].astype(jnp.float32)
-            tokens = tokens[0][:, None] if width == 1 else jnp.swapaxes(tokens, 0, 1)
-            old = groups[place, i].astype(jnp.float32)
-            groups[place, i] = jnp.where(new, tokens, old).astype(groups.dtype)
+        old = groups[place].astype(jnp.float32)
+        at = lax.broadcasted_iota(jnp.int32, old.shape, 2)
+        written = (at >= of(visit, COLUMN.begin)) & (at < of(visit, COLUMN.end))
+        tokens = fresh[place].astype(jnp.float32)
+        tokens = tokens[0][:, None] if width == 1 else jnp.swapaxes(tokens, 0, 1)  # [2K, 1 or GROUP, H]
+        tokens = tokens.reshape(*old.shape[:2], width, head_dim)
+        groups[place] = jnp.where(written, tokens, old).astype(groups.dtype)
 
     def when(visit: Any, function: Any, *args: Any) -> None:
         """Only visits that are in the list, and not empty."""

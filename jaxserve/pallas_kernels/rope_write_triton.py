@@ -16,7 +16,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 HALF_HEAD_ELEMENTS = 1024  # of a program: what 128 threads load at once, 8 elements each
 
@@ -25,7 +26,7 @@ def _body(*refs: Any, names: tuple[str, ...], heads_per_program: int, num_heads:
     """`refs` are, by `names`:
 
     qkv [T, N + 2K, H]; pages, places i32[T], where K and V go; cos, sin f32[T, H/2]; maybe bias [N + 2K, H], q_norm and
-    k_norm [H]; k_before, v_before: k and v as they were; out: q [T, N, H]; k, v [P, K, page, H], in place.
+    k_norm [H]; kv_before: kv as it was; out: q [T, N, H]; kv [P, K, 2, page, H], in place.
     """
     ref = dict(zip(names, refs, strict=True))
     half_dim = ref["cos"].shape[1]
@@ -56,17 +57,18 @@ def _body(*refs: Any, names: tuple[str, ...], heads_per_program: int, num_heads:
     cos, sin = (load(ref[name].at[token, column], known)[None, :] for name in ("cos", "sin"))
     turned = (low * cos - high * sin, high * cos + low * sin)
     page, place = ref["pages"][token], ref["places"][token]
-    kinds = {  # results, the first head of each and one past its last one
-        "q": (turned, 0, num_heads),
-        "k": (turned, num_heads, num_heads + num_kv_heads),
-        "v": (raw, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads),
-    }
-    for name, (values, begin, end) in kinds.items():
+    kinds = (  # q, k and v: values, the first head of each and one past its last one
+        (turned, 0, num_heads),
+        (turned, num_heads, num_heads + num_kv_heads),
+        (raw, num_heads + num_kv_heads, num_heads + 2 * num_kv_heads),
+    )
+    for kind, (values, begin, end) in enumerate(kinds):
         mine = (head >= begin) & (head < end)
         own = jnp.where(mine, head - begin, end - begin)[:, None]
         for x, half in zip(values, columns, strict=True):
-            index = (token, own, half[None, :]) if name == "q" else (page, own, place, half[None, :])
-            plt.store(ref[name].at[index], x.astype(ref[name].dtype), mask=mine[:, None] & known[None, :])
+            half = half[None, :]
+            at = ref["q"].at[token, own, half] if kind == 0 else ref["kv"].at[page, own, kind - 1, place, half]
+            plt.store(at, x.astype(at.dtype), mask=mine[:, None] & known[None, :])
 
 
 # A module-level jit, so that all layers of a step share one traced call.
@@ -78,20 +80,20 @@ def _rope_and_write(
     half = pl.next_power_of_2(head_dim // 2)
     heads = min(pl.next_power_of_2(all_heads), max(1, HALF_HEAD_ELEMENTS // half))
     q = jax.ShapeDtypeStruct((tokens, num_heads, head_dim), arrays["qkv"].dtype)
-    given = arrays | {"k_before": kv.k, "v_before": kv.v}
-    q, k, v = pl.pallas_call(
+    given = arrays | {"kv_before": kv}
+    q, kv = pl.pallas_call(
         partial(
-            _body, names=(*given, "q", "k", "v"), heads_per_program=heads, num_heads=num_heads,
-            num_kv_heads=kv.k.shape[1], eps=eps,
+            _body, names=(*given, "q", "kv"), heads_per_program=heads, num_heads=num_heads, num_kv_heads=kv.shape[1],
+            eps=eps,
         ),
-        out_shape=(q, *(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in kv)),
+        out_shape=(q, jax.ShapeDtypeStruct(kv.shape, kv.dtype)),
         grid=(pl.cdiv(all_heads, heads), tokens),
-        input_output_aliases={len(arrays): 1, len(arrays) + 1: 2},
+        input_output_aliases={len(arrays): 1},
         compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="rope_and_write",
     )(*given.values())  # fmt: skip
-    return q, KVPages(k, v)
+    return q, kv
 
 
 def rope_and_write(
@@ -112,7 +114,7 @@ def rope_and_write(
 
     `interpret` runs the kernel on a CPU.
     """
-    all_heads = num_heads + 2 * kv.k.shape[1]
+    all_heads = num_heads + 2 * kv.shape[1]
     shape = (-1, all_heads, qkv.shape[1] // all_heads)
     extras = {"bias": None if bias is None else bias.reshape(shape[1:]), "q_norm": q_norm, "k_norm": k_norm}
     arrays = {

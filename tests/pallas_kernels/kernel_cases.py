@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 # Largest difference allowed to the float64 oracle, by the type of q, k and v. Never loosened to make a test pass.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
@@ -106,7 +107,7 @@ def make_step(case: Case, *, seed: int = 0) -> Step:
     pool_pages = 1 + sum(pages) + 3
     ids = rng.permutation(np.arange(1, pool_pages))
     dtype = jnp.dtype(case.dtype)
-    pool = np.full((2, pool_pages, case.kv_heads, case.page_size, case.head_dim), np.nan, np.float32)
+    pool = np.full((pool_pages, case.kv_heads, 2, case.page_size, case.head_dim), np.nan, np.float32)
     table = np.zeros((len(lens), width), np.int32)
     table[:] = ids[-1]  # a poisoned page that no row owns
     keys, values = [], []
@@ -115,7 +116,8 @@ def make_step(case: Case, *, seed: int = 0) -> Step:
         table[row, : len(own)] = own
         kv = rng.normal(size=(2, n, case.kv_heads, case.head_dim)).astype(dtype).astype(np.float32)
         for position in range(n):
-            pool[:, own[position // case.page_size], :, position % case.page_size] = kv[:, position]
+            page, place = own[position // case.page_size], position % case.page_size
+            pool[page, :, :, place] = kv[:, position].swapaxes(0, 1)
         keys.append(kv[0].astype(np.float64))
         values.append(kv[1].astype(np.float64))
     token_rows, positions, cu = [], [], [0]
@@ -138,18 +140,17 @@ def make_step(case: Case, *, seed: int = 0) -> Step:
         cu_q_lens=jnp.asarray(cu, jnp.int32),
         num_decode_rows=len(case.decode),
     )
-    k, v = (jnp.asarray(x).astype(dtype) for x in pool)
-    return Step(case, jnp.asarray(q).astype(dtype), KVPages(k, v), meta, keys, values)
+    return Step(case, jnp.asarray(q).astype(dtype), jnp.asarray(pool).astype(dtype), meta, keys, values)
 
 
 def widened(kv: KVPages, width: int) -> KVPages:
     """Pages as a backend has them whose `stored_head_dim` is that."""
-    return KVPages(*(jnp.pad(pool, ((0, 0), (0, 0), (0, 0), (0, width - pool.shape[3]))) for pool in kv))
+    return jnp.pad(kv, [(0, 0)] * 4 + [(0, width - kv.shape[4])])
 
 
 def narrowed(kv: KVPages, head_dim: int) -> KVPages:
     """What a model has of them."""
-    return KVPages(*(pool[..., :head_dim] for pool in kv))
+    return kv[..., :head_dim]
 
 
 def error_of(got: jnp.ndarray, step: Step) -> float:

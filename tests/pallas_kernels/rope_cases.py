@@ -8,7 +8,8 @@ import numpy as np
 from kernel_cases import Case, make_step
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 # The arithmetic is float32 and rounded once: half a unit in the last place, and a little.
 RELATIVE = {"float32": 1e-5, "bfloat16": 2**-8, "float16": 2**-11}
@@ -61,13 +62,13 @@ def make_rope_step(rope_case: RopeCase, *, seed: int = 0) -> RopeStep:
     )  # fmt: skip
 
 
-def expected(step: RopeStep) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """f64 q [T, N, H] and both pools, page 0 as it was: what padding tokens leave there is no one's business."""
+def expected(step: RopeStep) -> tuple[np.ndarray, np.ndarray]:
+    """f64 q [T, N, H] and the pool, page 0 as it was: what padding tokens leave there is no one's business."""
 
     def f64(x: jnp.ndarray) -> np.ndarray:
         return np.asarray(x.astype(jnp.float32), np.float64)
 
-    (_, K, page, H), N = step.kv.k.shape, step.options["num_heads"]
+    (_, K, _, page, H), N = step.kv.shape, step.options["num_heads"]
     x = (f64(step.qkv) + (f64(step.weights["bias"]) if "bias" in step.weights else 0)).reshape(-1, N + 2 * K, H)
     q, k, v = x[:, :N], x[:, N : N + K], x[:, N + K :]
     cos, sin = f64(step.cos)[:, None], f64(step.sin)[:, None]
@@ -78,28 +79,23 @@ def expected(step: RopeStep) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         a, b = x[..., : H // 2], x[..., H // 2 :]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
-    q, k, pools = turn(q, "q_norm"), turn(k, "k_norm"), [f64(pool).copy() for pool in step.kv]
+    q, k, pool = turn(q, "q_norm"), turn(k, "k_norm"), f64(step.kv).copy()
     table, rows = np.asarray(step.meta.page_table), np.asarray(step.meta.token_rows)
     for t, (row, position) in enumerate(zip(rows, np.asarray(step.meta.positions), strict=True)):
         if row < len(table):
-            for pool, new in zip(pools, (k, v), strict=True):
-                pool[table[row, position // page], :, position % page] = new[t]
-    return q, pools[0], pools[1]
+            pool[table[row, position // page], :, :, position % page] = np.stack([k[t], v[t]], axis=1)
+    return q, pool
 
 
 def worst(got: tuple[jnp.ndarray, KVPages], step: RopeStep, dtype: str) -> float:
-    """Largest error of q of real tokens and of the pools, in units of what is allowed; inf where one is NaN alone."""
+    """Largest error of q of real tokens and of the pool, in units of what is allowed; inf where one is NaN alone."""
     q, kv = got
     real = np.asarray(step.meta.token_rows) < step.meta.page_table.shape[0]
-    want_q, want_k, want_v = expected(step)
-    # of page 0, all but the place that padding tokens are written to
-    pools = [
-        (np.asarray(p.astype(jnp.float32), np.float64), want) for p, want in zip(kv, (want_k, want_v), strict=True)
-    ]
-    for pool, want in pools:
-        pool[0, :, 0] = want[0, :, 0]
+    want_q, want_kv = expected(step)
+    pool = np.array(kv.astype(jnp.float32), np.float64)
+    pool[0, :, :, 0] = want_kv[0, :, :, 0]  # of page 0, all but the place that padding tokens are written to
     most = 0.0
-    for x, want in [(np.asarray(q.astype(jnp.float32), np.float64)[real], want_q[real]), *pools]:
+    for x, want in ((np.asarray(q.astype(jnp.float32), np.float64)[real], want_q[real]), (pool, want_kv)):
         assert x.shape == want.shape
         if (np.isnan(x) != np.isnan(want)).any():
             return float("inf")
@@ -117,15 +113,13 @@ def qkv_error(out: jnp.ndarray, kv: KVPages, step: RopeStep, case: Case) -> floa
 
     weights = {name: f32(x) for name, x in step.weights.items()}
     q, want = reference.rope_and_write(step.qkv, step.kv, step.meta, step.cos, step.sin, **weights, **step.options)
-    wide = KVPages(f32(want.k), f32(want.v))
-    expected_out = reference.attention(f32(q), wide, step.meta, **case.options)
+    expected_out = reference.attention(f32(q), f32(want), step.meta, **case.options)
     real = np.asarray(step.meta.kv_lens) > 0
     errors = [np.abs(np.asarray(f32(out) - expected_out))[real].max(), np.abs(np.asarray(f32(out)))[~real].sum()]
-    for got, want_pool in zip(kv, wide, strict=True):
-        got, want_pool = np.asarray(f32(got))[1:], np.asarray(want_pool)[1:]  # page 0: padding's
-        if (np.isnan(got) != np.isnan(want_pool)).any():
-            return float("inf")
-        errors.append(np.nanmax(np.abs(got - want_pool)) / 4)  # one rounding of values up to 4
+    pool, want_pool = (np.asarray(f32(x))[1:] for x in (kv, want))  # page 0: padding's
+    if (np.isnan(pool) != np.isnan(want_pool)).any():
+        return float("inf")
+    errors.append(np.nanmax(np.abs(pool - want_pool)) / 4)  # one rounding of values up to 4
     return float(np.max(errors))
 
 

@@ -27,7 +27,8 @@ from rope_cases import ROPE_MATRIX, make_rope_step, worst
 from jaxserve.pallas_kernels import ragged_paged_attention_mosaic_tpu as kernel
 from jaxserve.pallas_kernels import rope_write_mosaic_tpu as writer
 from jaxserve.pallas_kernels.ops import resolve_backend
-from jaxserve.pallas_kernels.reference import AttentionInput, KVPages
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 MANY_TILES = kernel.Tuning(block_tokens=16, max_kv_tile=32)
 
@@ -48,7 +49,7 @@ def interpreted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def stored(kv: KVPages) -> KVPages:
     """Pages as wide as the backend has them."""
-    return widened(kv, kernel.stored_head_dim(kv.k.shape[3]))
+    return widened(kv, kernel.stored_head_dim(kv.shape[4]))
 
 
 def attend(case: Case, tuning: kernel.Tuning) -> Callable[..., Any]:
@@ -149,16 +150,16 @@ def test_more_groups_than_the_ring_has_places_are_written(depth):
     split, pad = len(case.decode), [(0, 0), (0, 0), (0, 64)]
     # what is to be written is not there yet
     page, offset = (x[np.asarray(step.meta.token_rows) < len(step.keys)] for x in write_slots(step))
-    kv = stored(KVPages(*(pool.at[page, :, offset].set(7) for pool in step.kv)))
+    kv = stored(step.kv.at[page, :, :, offset].set(7))
 
-    def run(kv: KVPages, k: jax.Array, v: jax.Array) -> KVPages:
+    def run(kv: KVPages, new: jax.Array) -> KVPages:
         writes, how = writer.make_writes(step.meta, case.page_size), writer.WriteTuning(max_depth=depth)
-        kv = writer._write(kv, k[:split], v[:split], writes.decode, single=True, tuning=how)
-        return writer._write(kv, k[split:], v[split:], writes.prefill, single=False, tuning=how)
+        kv = writer._write(kv, new[:split], writes.decode, single=True, tuning=how)
+        return writer._write(kv, new[split:], writes.prefill, single=False, tuning=how)
 
-    got = jax.jit(run)(kv, jnp.pad(k, pad), jnp.pad(v, pad))
-    for pool, want in zip(got, step.kv, strict=True):
-        np.testing.assert_array_equal(pool[1:, :, :, :64], want[1:])
+    new = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[2])
+    got = narrowed(jax.jit(run)(kv, jnp.pad(new, pad)), case.head_dim)
+    np.testing.assert_array_equal(got[1:], step.kv[1:])
 
 
 def write_slots(step) -> tuple[np.ndarray, np.ndarray]:
@@ -216,7 +217,7 @@ def test_pages_of_another_width_raise():
 
 
 def test_what_does_not_fit_the_fast_memory_raises():
-    kv = KVPages(*[jax.ShapeDtypeStruct((4, 64, 256, 256), jnp.float32)] * 2)
+    kv = jax.ShapeDtypeStruct((4, 64, 2, 256, 256), jnp.float32)
     step = make_step(Case(decode=(5,), head_dim=256))
     q = jax.ShapeDtypeStruct((1, 64, 256), jnp.float32)
     with pytest.raises(ValueError, match=r"needs 72.0 MiB of VMEM and may take 16.0: 64 kv heads, .* pages of 256"):
@@ -252,7 +253,7 @@ def layer(backend: Any, how: dict[str, Any], num_heads: int) -> Callable[..., An
     how = {"sliding_window": None, "softcap": None} | how
 
     def run(qkv: Any, kv: KVPages, meta: AttentionInput, cos: Any, sin: Any, sinks: Any) -> Any:
-        meta = backend.prepare(meta, kv.k.shape[2])
+        meta = backend.prepare(meta, kv.shape[3])
         return backend.attend(qkv, kv, meta, cos, sin, num_heads=num_heads, scale=0.1, sinks=sinks, **how)
 
     return run
@@ -273,20 +274,17 @@ def test_a_layer_compiles_and_copies_no_pool(name, generation, compile_for_tpu):
     def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    pool = array(pages, K, page, backend.stored_head_dim(H), dtype=jnp.dtype(dtype))
+    pool = array(pages, K, 2, page, backend.stored_head_dim(H), dtype=jnp.dtype(dtype))
     meta = AttentionInput(
         array(rows, width), array(rows), array(tokens), array(tokens), array(prefill_rows + 1), decode_rows
     )
     rope = array(tokens, H // 2, dtype=jnp.float32)
     qkv = array(tokens, (N + 2 * K) * H, dtype=jnp.dtype(dtype))
     sinks = array(N, dtype=jnp.dtype(dtype)) if name in WITH_SINKS else None
-    compiled = compile_for_tpu(
-        generation, layer(backend, how, N), qkv, KVPages(pool, pool), meta, rope, rope, sinks, donated=(1,)
-    )
-    kernels = re.findall(r"%(\w+?)(?:\.\d+)? = .*tpu_custom_call", compiled.as_text())
+    compiled = compile_for_tpu(generation, layer(backend, how, N), qkv, pool, meta, rope, rope, sinks, donated=(1,))
+    kernels = re.findall(r"%(\w+?)(?:\.\S+)? = .*tpu_custom_call", compiled.as_text())
     sizes = {"ragged_paged_attention_1", f"ragged_paged_attention_{kernel.TUNING[generation].block_tokens}"}
     assert set(kernels) == {"kv_write_decode", "kv_write_prefill"} | sizes
-    memory, pools = compiled.memory_analysis(), 2 * pool.size * pool.dtype.itemsize
-    assert memory.alias_size_in_bytes == pools
+    assert compiled.memory_analysis().alias_size_in_bytes == pool.size * pool.dtype.itemsize
     shape = ",".join(map(str, pool.shape))
     assert not re.search(rf"\[{shape}\]\S* (?:copy|copy-start|fusion|transpose)\(", compiled.as_text())

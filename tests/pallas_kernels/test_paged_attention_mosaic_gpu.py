@@ -34,7 +34,7 @@ def test_heads_that_are_narrower_than_pages(rope_case):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         out, kv = jax.jit(attend(step, case))(step.qkv, kv, *step.arguments[2:])
     assert qkv_error(out, narrowed(kv, case.head_dim), step, case) < TOLERANCE[case.dtype]
-    assert not any(np.asarray(pool[..., case.head_dim :].astype(jnp.float32)).any() for pool in kv)
+    assert not np.asarray(kv[..., case.head_dim :].astype(jnp.float32)).any()
 
 
 ALL = {"sinks": True, "sliding_window": 128, "softcap": 20.0}
@@ -54,4 +54,4 @@ def test_every_head_dim_lowers_for_cuda_and_writes_in_place(head_dim, prefill, h
     module = lower(step.qkv, kv, *step.arguments[2:]).mlir_module()
     fused = not prefill and head_dim in (128, 256)
     assert module.count("@mosaic_gpu_v2") == (1 if fused else 3 if prefill else 2)
-    assert re.findall(r"tf.aliasing_output = (\d)", module) == ["1", "2"]
+    assert re.findall(r"tf.aliasing_output = (\d)", module) == ["1"]

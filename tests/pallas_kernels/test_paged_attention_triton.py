@@ -38,7 +38,7 @@ CASES = [
 
 def attend(case, tuning=SMALL):
     def run(q, kv, meta):
-        meta = kernel.prepare(meta, kv.k.shape[2], tuning=tuning)
+        meta = kernel.prepare(meta, kv.shape[3], tuning=tuning)
         return kernel.attention(q, kv, meta, tuning=tuning, **case.options)
 
     return jax.jit(run)

@@ -9,7 +9,7 @@ import pytest
 from kernel_cases import TOLERANCE, Case, error_of, make_step
 
 from jaxserve.pallas_kernels import reference
-from jaxserve.pallas_kernels.reference import CPU_TUNING, GPU_TUNING, KVPages
+from jaxserve.pallas_kernels.reference import CPU_TUNING, GPU_TUNING
 
 CASES = [
     Case(decode=(1, 15, 16, 17, 0, 100, 300)),
@@ -31,9 +31,9 @@ MANY_TILES = dataclasses.replace(GPU_TUNING, query_tile=16, prefill_kv_tile=32, 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention_equals_the_oracle(case):
     step = make_step(case)
-    got = jax.jit(
-        lambda q, kv, meta: reference.attention(q, kv, reference.prepare(meta, kv.k.shape[2]), **case.options)
-    )(step.q, step.kv, step.meta)
+    got = jax.jit(lambda q, kv, meta: reference.attention(q, kv, reference.prepare(meta, kv.shape[3]), **case.options))(
+        step.q, step.kv, step.meta
+    )
     assert got.dtype == step.q.dtype
     assert error_of(got, step) < TOLERANCE[case.dtype]
     padding = np.asarray(step.meta.token_rows) >= len(step.keys)
@@ -82,11 +82,11 @@ def test_tiles_cover_each_token_once_and_never_cross_a_row():
 def test_write_kv_puts_tokens_in_their_pages_and_padding_in_page_0(dtype):
     step = make_step(Case(decode=(20, 0, 16), prefill=((5, 5), (33, 70)), prefill_padding=3, dtype=dtype), seed=1)
     k, v = (jnp.asarray(x, jnp.float32) for x in step.new_kv())
-    before = KVPages(*(jnp.full_like(pool, 7) for pool in step.kv))
-    after = jax.jit(reference.write_kv)(before, k, v, step.meta)
+    after = jax.jit(reference.write_kv)(jnp.full_like(step.kv, 7), k, v, step.meta)
     table, page_size = np.asarray(step.meta.page_table), step.case.page_size
     where = list(zip(np.asarray(step.meta.token_rows), np.asarray(step.meta.positions), strict=True))
-    for pool, new in zip(after, (k, v), strict=True):
+    for i, new in enumerate((k, v)):
+        pool = after[:, :, i]
         expected = np.full(pool.shape, 7, np.float32)
         rounded = np.asarray(new.astype(pool.dtype).astype(jnp.float32))
         for token, (row, position) in enumerate(where):
@@ -124,7 +124,7 @@ def test_a_step_never_copies_the_pool():
         return out, q
 
     compiled = jax.jit(two_layers, donate_argnums=0).lower([step.kv, step.kv], step.q, k, v, step.meta).compile()
-    shape = "f32[" + ",".join(map(str, step.kv.k.shape)) + "]"
+    shape = "f32[" + ",".join(map(str, step.kv.shape)) + "]"
     copies = [line for line in compiled.as_text().splitlines() if shape in line and "copy(" in line]
     assert shape in compiled.as_text() and not copies
 
