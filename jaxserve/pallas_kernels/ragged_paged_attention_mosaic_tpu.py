@@ -15,8 +15,8 @@ Why this shape:
     are read once for all of them and any G works. XLA changes to that order and back: two passes over q.
   - A page takes one copy, K and V of all kv heads: [K, 2, page, H] lies in one piece. Tiles of several pages are double
     buffered, across visits too: the last tile of a visit is computed while the first one of the next arrives.
-  - A page table of 256 rows of 128k tokens does not fit the scalar memory (1 MiB). It stays in HBM, and the rows of the
-    visits at work and of the next one are copied, ahead of time.
+  - The list of visits is in scalar memory from the start. The page table does not fit there, so Pallas moves its rows
+    there as it moves queries: that of the visit at work, and that of the next one, for the pages that are copied ahead.
   - Only pages that a visit needs are copied: from the first one in its window to the last one that causality allows.
     The rest of a tile holds anything; so do keys past a row's last: scores are masked, and V is zeroed where it is not
     of the row, in the tiles at an edge only.
@@ -25,6 +25,12 @@ Memory is tiled by 128 lanes, so head dims are rounded up to multiples of 128 in
 
 Diary (no TPU at hand: compiled by libtpu 0.0.50 for v4, v5e, v5p and v6e, and run in the interpreter):
     v1  one core; v4 and v5p have two
+    v2  K and V in one pool: a page takes one copy instead of two. Decode of 4 rows of 2k tokens with one kv head, pages
+        of 16, 64 and 256, and tables for 128k moves 1.06, 1.03 and 1.06 times the bytes that it needs.
+        A table that is in scalar memory as a whole may take 1 MiB less 2 KiB, on each chip: i32[64, 1024] compiles
+        (pages of 128 at 128k), and [256, 1024], [64, 8192] (pages of 16) and [256, 8192] do not. By rows, each in two
+        buffers for its visit and two for the one before, any number of rows does, of up to 64,000 pages. v1 copied the
+        rows by itself, each once: more code, and 1.03 instead of 1.06
 """
 
 # pyright: reportPrivateImportUsage=false
@@ -51,6 +57,8 @@ LANES = 128
 PAGE_SIZES = (16, 32, 64, 128, 256)
 MAX_HEAD_DIM = 256
 DTYPES = ("bfloat16", "float32")
+SMEM_BYTES = 2**20 - 2**12  # of scalar memory, on all chips; the compiler takes up to 2 KiB
+TABLE_ROWS = 4  # of the page table that are there at once: for the visits at work and to come, two buffers each
 SCORE_ARRAYS = 4  # float32 arrays of a product's scores that live at once
 MiB = 2**20
 
@@ -77,8 +85,17 @@ class Tuning:
         most = min(self.max_kv_tile, quarter // (SCORE_ARRAYS * 4 * score_rows)) // page_size
         return max(1, min(most, quarter // (2 * page_bytes)))
 
-    def check(self, q: Array, kv: KVPages, tile: int, score_rows: int) -> None:
+    def check(self, q: Array, kv: KVPages, table: Array, visits: Array, tile: int, score_rows: int) -> None:
         """Raises ConfigError if the kernel's arrays do not fit: sizes of pages are the user's choice."""
+        width = table.shape[2]
+        scalars = 4 * (TABLE_ROWS * width + 8 * ceil_div(visits.shape[1], LANES) * LANES)
+        if scalars > SMEM_BYTES:
+            raise ConfigError(
+                f"attention on mosaic_tpu needs {scalars / 1024:.0f} KiB of scalar memory and may take "
+                f"{SMEM_BYTES // 1024}: rows have up to {width} pages of {kv.shape[3]} tokens; "
+                "a larger --page-size or a smaller --max-model-len needs less",
+                param="page_size",
+            )
         _, kv_heads, rows, head_dim = q.shape
         rows = ceil_div(rows, 16) * 16
         queries = kv_heads * rows * (4 * head_dim * q.dtype.itemsize + 4 * (head_dim + 2 * LANES))
@@ -112,7 +129,7 @@ def generation_of(device_kind: str) -> str | None:
 
 
 class Column(NamedTuple):
-    """Rows of i32[6, n + 1]; the last entry only ends the list."""
+    """Rows of i32[6, n + 1]; the last entry only ends the list: 0, and no visit after it."""
 
     row: int = 0  # of the page table
     block: int = 1
@@ -187,8 +204,9 @@ def prefill_visits(meta: AttentionInput, block_tokens: int) -> Array:
 def _listed(row: Array, block: Array, begin: Array, end: Array, position: Array) -> Array:
     count = row.shape[0]
     index = jnp.where(end > begin, jnp.arange(count, dtype=jnp.int32), count)
-    visits = jnp.stack([row, block, begin, end, position, lax.cummin(index, reverse=True)])
-    return jnp.pad(visits.astype(jnp.int32), ((0, 0), (0, 1)), constant_values=count)
+    following = jnp.append(lax.cummin(index, reverse=True), count)
+    visits = jnp.pad(jnp.stack([row, block, begin, end, position]), ((0, 0), (0, 1)))
+    return jnp.concatenate([visits, following[None]]).astype(jnp.int32)
 
 
 def prepare(meta: AttentionInput, page_size: int, *, tuning: Tuning = Tuning()) -> AttentionInput:
@@ -265,18 +283,24 @@ def _attend(
     score_rows = together * ceil_div(query_rows, 8) * 8
     pages_per_tile = tuning.pages_per_tile(kv, score_rows)
     tile = pages_per_tile * kv.shape[3]
-    tuning.check(q, kv, tile, score_rows)
+    tuning.check(q, kv, table, visits, tile, score_rows)
     block = pl.BlockSpec((1, kv_heads, query_rows, head_dim), lambda i, visits: (visits[COLUMN.block, i], 0, 0, 0))
-    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+
+    def row_of(ahead: int) -> pl.BlockSpec:
+        """The row of the first visit at or after the one at work, or the one after, that has something to attend to."""
+
+        def index(i: Any, visits: Any) -> tuple[Any, int, int]:
+            return visits[COLUMN.row, visits[COLUMN.next, i + ahead]], 0, 0
+
+        return pl.BlockSpec((1, 1, table.shape[2]), index, memory_space=pltpu.SMEM)
+
     column = pltpu.VMEM((kv_heads, query_rows, 1), jnp.float32)
     scratch = [
-        pltpu.SMEM((2, *table.shape[1:]), jnp.int32),
         pltpu.VMEM((2, kv_heads, 2, tile, head_dim), kv.dtype),
         column,
         column,
         pltpu.VMEM(q.shape[1:], jnp.float32),
-        pltpu.SMEM((2,), jnp.int32),
-        pltpu.SemaphoreType.DMA((2,)),
+        pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA((2,)),
     ]
     body = partial(_body, pages_per_tile=pages_per_tile, block_tokens=block_tokens, together=together, masks=masks)
@@ -286,30 +310,35 @@ def _attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(visits.shape[1] - 1,),
-            in_specs=[block, in_hbm, in_hbm, None if sinks is None else pl.BlockSpec(memory_space=pltpu.VMEM)],
+            in_specs=[
+                block,
+                row_of(0),
+                row_of(1),
+                pl.BlockSpec(memory_space=pltpu.HBM),
+                None if sinks is None else pl.BlockSpec(memory_space=pltpu.VMEM),
+            ],
             out_specs=block,
             scratch_shapes=scratch,
         ),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=tuning.vmem_bytes),
         name=f"ragged_paged_attention_{block_tokens}",
-    )(visits, q, table, kv, sinks)
+    )(visits, q, table, table, kv, sinks)
 
 
 def _body(
     visits: Any,  # i32[6, n + 1] SMEM
     q: Any,  # [1, K, R, H], R = G * block_tokens: row r is token r % block_tokens
-    table: Any,  # i32[S, 1, W] HBM
+    own_pages: Any,  # i32[1, 1, W] SMEM: of the visit's row, or of the first one's to come
+    next_pages: Any,  # of the row of the next visit that has something to attend to
     kv: Any,  # [P, K, 2, page, H] HBM
     sinks: Any,  # f32[K, G, 1]; None: there are none
     out: Any,  # [1, K, R, H]
-    table_rows: Any,  # i32[2, 1, W] SMEM: of the visit at work, and of the next one
     tiles: Any,  # [2, K, 2, tile, H]
     top: Any,  # f32[K, R, 1] largest score so far
     total: Any,  # f32[K, R, 1]
     acc: Any,  # f32[K, R, H]
-    turn: Any,  # i32[2] SMEM: which table row is of the visit at work, which tile arrives next
-    table_arrived: Any,  # semaphores [2]
-    kv_arrived: Any,  # semaphores [2]
+    turn: Any,  # i32[1] SMEM: which tile arrives next
+    arrived: Any,  # semaphores [2]
     *,
     pages_per_tile: int,
     block_tokens: int,
@@ -335,21 +364,17 @@ def _body(
     def first_tile(visit: Any) -> Any:
         return lax.div(keys_of(visit)[0], tile_tokens)
 
-    def table_copy(visit: Any, place: Any) -> Any:
-        row = visits[COLUMN.row, visit]
-        return pltpu.make_async_copy(table.at[row], table_rows.at[place], table_arrived.at[place])
-
-    def tile_copies(visit: Any, tile: Any, place: Any, table_row: Any | None) -> None:
-        """Starts the copies of a tile's pages, or waits for them if table_row is None."""
+    def tile_copies(visit: Any, tile: Any, place: Any, pages: Any | None) -> None:
+        """Starts the copies of a tile's pages, or waits for them if `pages` is None."""
         begin, end = keys_of(visit)
         first = lax.max(lax.div(begin, page_size), tile * pages_per_tile)
         last = lax.min(lax.div(end + page_size - 1, page_size), (tile + 1) * pages_per_tile)
 
         def one(column: Any, _: Any) -> None:
-            page = 0 if table_row is None else table_rows[table_row, 0, column]
+            page = 0 if pages is None else pages[0, 0, column]
             at = pl.ds(pl.multiple_of((column - tile * pages_per_tile) * page_size, page_size), page_size)
-            copy = pltpu.make_async_copy(kv.at[page], tiles.at[place, :, :, at], kv_arrived.at[place])
-            copy.wait() if table_row is None else copy.start()
+            copy = pltpu.make_async_copy(kv.at[page], tiles.at[place, :, :, at], arrived.at[place])
+            copy.wait() if pages is None else copy.start()
 
         lax.fori_loop(first, last, one, None)
 
@@ -381,19 +406,12 @@ def _body(
 
     @pl.when(me == 0)
     def _begin() -> None:
-        turn[0], turn[1] = 0, 0
+        turn[0] = 0
         visit = visits[COLUMN.next, 0]
 
         @pl.when(visit < count)
         def _() -> None:
-            table_copy(visit, 0).start()
-            table_copy(visit, 0).wait()
-            tile_copies(visit, first_tile(visit), 0, 0)
-            after = visits[COLUMN.next, visit + 1]
-
-            @pl.when(after < count)
-            def _() -> None:
-                table_copy(after, 1).start()
+            tile_copies(visit, first_tile(visit), 0, own_pages)
 
     @pl.when((me == 0) | (visits[COLUMN.block, me] != visits[COLUMN.block, lax.max(me - 1, 0)]))
     def _first_of_block() -> None:
@@ -401,7 +419,7 @@ def _body(
 
     @pl.when(visits[COLUMN.end, me] > visits[COLUMN.begin, me])
     def _visit() -> None:
-        table_row, after = turn[0], visits[COLUMN.next, me + 1]
+        after = visits[COLUMN.next, me + 1]
         begin, end = keys_of(me)
         last = lax.div(end + tile_tokens - 1, tile_tokens)
         if sinks is None:
@@ -417,12 +435,11 @@ def _body(
         def one(tile: Any, place: Any) -> Any:
             @pl.when(tile + 1 < last)
             def _() -> None:
-                tile_copies(me, tile + 1, 1 - place, table_row)
+                tile_copies(me, tile + 1, 1 - place, own_pages)
 
             @pl.when((tile + 1 == last) & (after < count))
             def _() -> None:
-                table_copy(after, 1 - table_row).wait()
-                tile_copies(after, first_tile(after), 1 - place, 1 - table_row)
+                tile_copies(after, first_tile(after), 1 - place, next_pages)
 
             tile_copies(me, tile, place, None)
             start = tile * tile_tokens
@@ -437,17 +454,7 @@ def _body(
             attend_tile(start, place)
             return 1 - place
 
-        turn[1] = lax.fori_loop(lax.div(begin, tile_tokens), last, one, turn[1])
-        turn[0] = 1 - table_row
-
-        @pl.when(after < count)
-        def _() -> None:
-            later = visits[COLUMN.next, after + 1]
-
-            @pl.when(later < count)
-            def _() -> None:
-                table_copy(later, table_row).start()
-
+        turn[0] = lax.fori_loop(lax.div(begin, tile_tokens), last, one, turn[0])
         token = lax.rem(lax.broadcasted_iota(jnp.int32, acc.shape, 1), block_tokens)
         mine = (token >= visits[COLUMN.begin, me]) & (token < visits[COLUMN.end, me])
         out[0] = jnp.where(mine, acc[...] / total[...], out[0].astype(jnp.float32)).astype(out.dtype)

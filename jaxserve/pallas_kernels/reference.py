@@ -16,7 +16,9 @@ may hold anything, NaN included.
 
 Measured on 2 cores (float32, K 3, G 3, H 64, page 16), us per layer, rows x context; write_kv takes 3 us (32 tokens):
     v1  one gather of the whole table width        1x64 46   8x64 187   32x64 510   32x256 4889   32x1024 19576
-    v2  KV tiles sized to stay in cache (this)     1x64 52   8x64 171   32x64 452   32x256 2080   32x1024  8694
+    v2  KV tiles sized to stay in cache            1x64 52   8x64 171   32x64 452   32x256 2080   32x1024  8694
+    v3  K and V in one pool (this): the same, beside v2 on a faster host 32x256 1530 to 1530; write_kv and its launch 14
+        to 11
 That is the rate at which these cores copy memory (10 GB/s), so a dot of any operand order, or scores as a fused
 multiply-reduce, changes little; a loop over single rows was 2 to 4 times slower. Prefill of 256 tokens: 2.4 ms.
 """

@@ -224,6 +224,18 @@ def test_what_does_not_fit_the_fast_memory_raises():
         jax.eval_shape(partial(kernel.attention, scale=1.0), q, kv, step.meta)
 
 
+def test_rows_that_do_not_fit_the_scalar_memory_raise():
+    step = make_step(Case(decode=(5,), head_dim=128))
+
+    def attend(width: int) -> Any:
+        meta = replace(step.meta, page_table=jnp.zeros((1, width), jnp.int32))
+        return jax.eval_shape(partial(kernel.attention, scale=1.0), step.q, step.kv, meta)
+
+    attend(64_000)
+    with pytest.raises(ValueError, match=r"needs 1028 KiB of scalar memory and .* up to 65536 pages of 16 tokens"):
+        attend(65_536)
+
+
 @pytest.mark.parametrize(("max_depth", "block"), [(3, 32), (0, 32), (2, 17), (2, 8)])
 def test_tunings_that_make_no_sense_raise(max_depth, block):
     with pytest.raises(ValueError, match="must be"):
