@@ -182,7 +182,7 @@ class EngineConfig:
     )
     max_num_mixed_tokens: int | None = option(
         None,
-        "tokens of a step that takes prompts while others decode, at most; a quarter while 64 or fewer do: fewer "
+        "tokens of a step that takes prompts while others decode, at most; half as many while 64 or fewer do: fewer "
         "make streams steadier, more finish prompts sooner (if not given: 1024 or, for models of a hidden size below "
         "4096, 2048 when serving on GPU; no limit otherwise)",
         group="scheduling",

@@ -56,14 +56,15 @@ class Limit(NamedTuple):
 def step_limits(max_num_seqs: int, max_num_batched_tokens: int, max_num_mixed_tokens: int) -> tuple[Limit, ...]:
     """First what a step holds in which no row decodes yet, then what one holds in which some do, fewest rows first.
 
-    Where steps are smaller while rows decode, they are a quarter of that beside few rows: such a step reads weights
-    most of the time, whether the rows are alone or not, and so takes some tokens of prompts along for little.
+    Where steps are smaller while rows decode, they are halved once more beside few rows: those cost a step of their
+    own almost as much as many do, and next to nothing beside a chunk, so that many small steps are better. (A quarter
+    is better still for rows that come one by one, and worse for a burst of them: see the diary in docs/benchmarks.md.)
     """
     many, mixed = min(MANY_ROWS, max_num_seqs), min(max_num_mixed_tokens, max_num_batched_tokens)
     limits = [Limit(rows, mixed - rows) for rows in sorted({many, max_num_seqs})]
     most = max_num_batched_tokens - many
-    if mixed < max_num_batched_tokens and many > FEW_ROWS and mixed >= 8 * FEW_ROWS:
-        limits.insert(0, Limit(FEW_ROWS, min(mixed // 4 - FEW_ROWS, most)))
+    if mixed < max_num_batched_tokens and many > FEW_ROWS and mixed >= 4 * FEW_ROWS:
+        limits.insert(0, Limit(FEW_ROWS, min(mixed // 2 - FEW_ROWS, most)))
     return Limit(many, most), *limits
 
 
@@ -83,7 +84,7 @@ def make_buckets(
     if platform == "gpu":
         rows = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, *range(768, max_num_seqs, 256)]
         sizes, max_chunks, chunk = [64, 256, 512, 1024, 2048, 4096], 64, 8
-        pairs = [(64, max_num_seqs), (256, max_num_seqs)]
+        pairs = [(64, max_num_seqs), (256, max_num_seqs), (512 - FEW_ROWS, FEW_ROWS)]
         pairs += [(total - max_num_seqs, max_num_seqs) for total in (1024, 2048, 4096)]
     elif platform == "tpu":
         rows = [8, 32, 128, 512, 2048]

@@ -86,7 +86,7 @@ def test_greedy_tokens_on_a_gpu_equal_transformers_but_for_rounding(backend: str
         max_num_batched_tokens=144, gpu_memory_utilization=0.3,
     )  # fmt: skip
     assert agreement(llm, tie=0.15, tolerance=0.2) >= 0.5
-    assert same_in_a_batch(llm, tie=0.15) >= 0.5
+    assert same_in_a_batch(llm, tie=0.3) >= 0.5  # twice as near a tie, for here both are rounded; on a CPU 0.14
 
 
 def same_in_a_batch(llm: LLM, *, tie: float) -> float:
@@ -100,7 +100,7 @@ def same_in_a_batch(llm: LLM, *, tie: float) -> float:
         for got, want, chosen in zip(output.outputs[0].token_ids, own.token_ids, own.logprobs, strict=True):
             if got != want:
                 first, second = sorted((entry.logprob for entry in chosen.values()), reverse=True)[:2]
-                assert first - second <= tie
+                assert first - second <= tie, f"prompt {i}: {got} in the batch, {want} alone: {chosen}"
                 break
             same += 1
     return same / (48 * len(prompts))
@@ -117,8 +117,8 @@ def agreement(llm: LLM, *, tie: float, tolerance: float) -> float:
             said.token_ids, entry["ids"], entry["margins"], said.logprobs, entry["logprobs"], strict=True
         ):
             if got != want:
-                assert margin <= tie
+                assert margin <= tie, f"{got} in place of {want}, margin {margin}: {entry['prompt']!r}"
                 break
-            assert abs(chosen[got].logprob - logprob) <= tolerance
+            assert abs(chosen[got].logprob - logprob) <= tolerance, f"{got} of {entry['prompt']!r}"
             compared += 1
     return compared / (48 * len(DEMO))

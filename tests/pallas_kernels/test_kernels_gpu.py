@@ -1,8 +1,11 @@
 """The kernels on a real GPU, over the full matrix. Those of mosaic_gpu need a Hopper one."""
 
+import math
+from dataclasses import replace
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import GPU_MATRIX, TOLERANCE, Case, error_of, make_step, narrowed, widened
@@ -64,13 +67,36 @@ def test_decode_from_the_projection_equals_the_reference(rope_case):
     assert qkv_error(out, narrowed(kv, case.head_dim), step, case) < TOLERANCE[case.dtype]
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("name", ["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("prefill", [(), ((70, 150), (64, 64))], ids=["decode", "mixed"])
+def test_pages_beyond_two_to_the_31_elements_are_as_good_as_any(name, prefill):
+    """A layer's pool of more than 4 GiB has them."""
+    case = Case(decode=_LENGTHS, prefill=prefill, page_size=64, group=4, kv_heads=8, head_dim=128, dtype="bfloat16")
+    step, device = make_rope_step(RopeCase(case)), jax.devices()[0]
+    backend = resolve_backend(name, device.platform, device.device_kind, dtype="bfloat16", head_dim=128, group=4)
+
+    @partial(jax.jit, donate_argnums=1)
+    def run(qkv, kv, meta, cos, sin):
+        meta = backend.prepare(meta, case.page_size)
+        return backend.attend(qkv, kv, meta, cos, sin, **step.options, **{"sinks": None} | case.options)
+
+    first = 2**31 // math.prod(step.kv.shape[1:]) + 8
+    far = jnp.zeros((first + step.kv.shape[0], *step.kv.shape[1:]), step.kv.dtype).at[first:].set(step.kv)
+    table = step.meta.page_table
+    wanted = run(step.qkv, step.kv.copy(), step.meta, step.cos, step.sin)
+    got, far = run(step.qkv, far, replace(step.meta, page_table=table + first), step.cos, step.sin)
+    for a, b in zip((got, far[first + 1 :]), (wanted[0], wanted[1][1:]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
 @pytest.mark.parametrize("parts", [None, 4])
 @pytest.mark.parametrize(("rows", "size"), [(1, 4096), (8, 1536), (64, 4096), (256, 8192), (3, 768), (512, 3584)])
 def test_residual_and_norm_equal_the_reference(rows, size, parts):
     rng = np.random.default_rng(rows)
-    x, delta, weight = (jax.numpy.asarray(rng.normal(size=s), "bfloat16") for s in ((rows, size), (rows, size), size))
+    x, delta, weight = (jnp.asarray(rng.normal(size=s), "bfloat16") for s in ((rows, size), (rows, size), size))
     if parts:
-        delta = jax.numpy.asarray(rng.normal(size=(parts, rows, size)), "float32")
+        delta = jnp.asarray(rng.normal(size=(parts, rows, size)), "float32")
     got = jax.jit(lambda *a: add_norm_mosaic_gpu.add_norm(*a, 1e-5))(x, delta, weight)
     for a, b in zip(got, reference.add_norm(x, delta, weight, 1e-5), strict=True):
         np.testing.assert_allclose(
