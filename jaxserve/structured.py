@@ -12,6 +12,8 @@ from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from jaxserve.errors import RequestError
 from jaxserve.request import KINDS, STRUCTURED_KINDS, StructuredOutputsParams, check_limits, short
 
@@ -111,7 +113,7 @@ def _problem(grammar: str) -> str:
 def _json(params: StructuredOutputsParams) -> str:
     schema = params.json
     if isinstance(schema, str):
-        schema = json.loads(schema)
+        schema = msgspec.json.decode(schema)
         if not isinstance(schema, dict | bool):
             raise ValueError("a schema is an object")
     return _schema_grammar(schema, params)
@@ -175,7 +177,7 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
     from llguidance import StructTag
 
     given = params.structural_tag
-    given = json.loads(given) if isinstance(given, str) else given
+    given = msgspec.json.decode(given) if isinstance(given, str) else given
     if not isinstance(given, dict) or not isinstance(given.get("structures"), list) or not given["structures"]:
         raise ValueError("it needs structures, a list of objects with begin, schema and end")
     if unknown := [name for name in given if name not in ("type", "structures", "triggers")]:
@@ -195,7 +197,7 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
         trigger = next((t for t in triggers if structure["begin"].startswith(t)), None)
         if trigger is None:
             raise ValueError(f"structures.{i}.begin starts with none of the triggers")
-        schema = json.loads(schema) if isinstance(schema, str) else schema
+        schema = msgspec.json.decode(schema) if isinstance(schema, str) else schema
         tags.append(StructTag(trigger=trigger, begin=structure["begin"], grammar=schema, end=structure["end"]))
     if idle := [t for t in triggers if not any(tag.begin.startswith(t) for tag in tags)]:
         raise ValueError(f"no structure begins with the trigger {short(idle[0])}")

@@ -390,6 +390,8 @@ def test_a_base_url_with_v1_gets_a_hint(stand_in, capsys):
         (["--repetition-penalty=-inf"], "--repetition-penalty must be finite, got -inf"),
         (["--max-concurrency", "0"], "--max-concurrency must be positive"),
         (["--extra-body", "{"], "--extra-body is not JSON"),
+        (["--extra-body", '{"temperature": NaN}'], "--extra-body is not JSON"),
+        (["--extra-body", "[" * 5000], "--extra-body is not JSON"),
         (["--extra-body", "[]"], "--extra-body must be a JSON object"),
         (["--percentile-metrics", "ttft,x"], "unknown 'x'"),
         (["--goodput", "x:1"], "--goodput takes"),

@@ -61,6 +61,8 @@ TAGS = {
         ({"regex": "a\0"}, "regex is bad: it contains a NUL"),
         ({"regex": "("}, "regex is bad: .*unclosed group"),
         ({"json": "{"}, "json is bad"),
+        ({"json": '{"const": NaN}'}, "json is bad: JSON is malformed"),
+        ({"structural_tag": '{"structures": [NaN]}'}, "structural_tag is bad: JSON is malformed"),
         ({"json": "[]"}, "json is bad: a schema is an object"),
         ({"json": {"type": "strin"}}, "json is bad: Invalid type: strin"),
         ({"json": {"type": "array", "uniqueItems": True}}, "json is bad: .*uniqueItems"),

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import math
 import re
 from collections import Counter
@@ -10,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from jaxserve.api_client import ApiClient
 from jaxserve.bench import report
@@ -144,8 +145,8 @@ def _options(args: argparse.Namespace) -> Options:
 
 def _extra_body(text: str | None) -> dict[str, Any]:
     try:
-        extra = json.loads(text or "{}")
-    except ValueError as error:
+        extra = msgspec.json.decode(text or "{}")
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--extra-body is not JSON: {error}") from None
     if not isinstance(extra, dict):
         raise ConfigError(f"--extra-body must be a JSON object, got {short(text)}")
