@@ -214,6 +214,20 @@ def test_pages_that_the_kernel_cannot_hold_are_refused_with_what_it_needs(model:
     assert "needs 18.8 MiB of VMEM and may take 16.0" in err and "a smaller --page-size needs less" in err
 
 
+def test_rows_of_the_page_table_that_the_kernel_cannot_hold_are_refused(model: Path, capsys):
+    """A model that was made for more tokens can be served with fewer."""
+    long = SHAPE | {"max_position_embeddings": 2**21}
+    (model / "config.json").write_text(json.dumps(long))
+    assert cli.main(["compile", str(model), "--topology", "v5e-1", "--page-size", "16", *SMALL]) == 2
+    err = capsys.readouterr().err
+    assert "needs 2052 KiB of scalar memory and may take 1020" in err and "or a smaller --max-model-len needs" in err
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, page_size=16, max_model_len=4096)
+    programs = Fit(config, long, parse_topology("v5e-1")).programs
+    for key in programs._profile_keys():
+        programs.trace(key, *programs._profile_sizes())
+    assert programs.is_profiled()
+
+
 def test_what_the_compiler_says_of_too_large_a_program_is_understood(tpu_chip):
     place = SingleDeviceSharding(parse_topology("v5e-1").devices()[0])
     lowered = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((20 * 2**30,), jnp.int8, sharding=place))
