@@ -34,6 +34,7 @@ class Deployment:
     dtype: str  # of weights that are not quantized, activations and KV pages
     backend: Backend
     page_size: int
+    max_model_len: int  # at most: the pool may hold less
     max_num_seqs: int
     limits: tuple[Limit, ...]  # of steps with prompts in them, see `step_limits`
     buckets: tuple[Bucket, ...]
@@ -51,7 +52,7 @@ def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: st
         check_device(config.quantization, device_kind)
         model = replace(model, quantization=config.quantization)
     shard = shard_of(model, config.tensor_parallel_size)
-    _check_max_model_len(config.max_model_len, model.max_model_len)
+    max_model_len = _resolve_max_model_len(config.max_model_len, model.max_model_len)
     dtype, max_num_seqs, budget, mixed = _resolve_choices(config, platform, model.hidden_size)
     backend = resolve_backend(
         config.attention_backend,
@@ -75,6 +76,7 @@ def resolve_deployment(config: EngineConfig, hf: Mapping[str, Any], platform: st
         dtype=dtype,
         backend=backend,
         page_size=page_size,
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         limits=step_limits(max_num_seqs, budget, mixed),
         buckets=make_buckets(max_num_seqs, budget, mixed, platform=platform, fewest_rows=fewest_rows),
@@ -116,9 +118,12 @@ def _cpu_computes_bfloat16() -> bool:
         return False
 
 
-def _check_max_model_len(wanted: int | str | None, longest: int) -> None:
+def _resolve_max_model_len(wanted: int | str | None, longest: int) -> int:
     """Raises ConfigError before any weights are loaded if the model was not made for so many tokens."""
-    if isinstance(wanted, int) and wanted > longest:
+    if not isinstance(wanted, int):
+        return longest
+    if wanted > longest:
         raise ConfigError(
             f"--max-model-len must be at most the model's {longest} tokens, got {wanted}", param="max_model_len"
         )
+    return wanted

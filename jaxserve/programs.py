@@ -171,7 +171,7 @@ class Programs:
                 step += 2 * (memory.temp_size_in_bytes + results)  # while one runs the next one has its memory
             if self.backend.platform == "tpu":
                 code += memory.generated_code_size_in_bytes * sum(_alike(key, other) for other in self.keys)
-        return Needs(nbytes(jax.eval_shape(lambda: self.new_state(self.model.max_model_len))), step, code)
+        return Needs(nbytes(jax.eval_shape(lambda: self.new_state(self.deployment.max_model_len))), step, code)
 
     def measured(self, key: Key, num_pages: int, max_model_len: int) -> Any | None:
         """A program for a device that is elsewhere, if `needs` has compiled it: JAX's cache does not give it back,
@@ -189,7 +189,7 @@ class Programs:
         return keys
 
     def _profile_sizes(self) -> tuple[int, int]:
-        return PROFILE_PAGES, self.model.max_model_len
+        return PROFILE_PAGES, self.deployment.max_model_len
 
     @property
     def weight_bytes(self) -> int:

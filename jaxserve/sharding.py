@@ -44,7 +44,7 @@ from jaxserve.errors import ConfigError
 
 AXIS = "tensor"
 WHOLE = PartitionSpec()  # each device has all of it
-KV_PAGES = PartitionSpec(None, AXIS)  # [P, K, page, H]
+KV_PAGES = PartitionSpec(None, AXIS)  # [P, K, 2, page, H]
 
 type Shape = tuple[int, ...]
 
