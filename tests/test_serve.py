@@ -339,6 +339,10 @@ async def test_several_http_processes_are_one_server(tmp_path: Path):
         ]
         while (await alone("/load"))["server_load"] != 9:
             await asyncio.sleep(0.01)
+        async with aiohttp.ClientSession() as session:  # until the engine, too, has all of them
+            found = {}
+            while sum(found.get(f"num_requests_{of}", 0) for of in ("running", "waiting")) != 9:
+                found = await metrics(session, server.url)
         assert (await alone("/abort_requests", json={}))["aborted"] == 9
         assert {(await one)["choices"][0]["finish_reason"] for one in running} == {"abort"}
         for path, paused in (("/pause", True), ("/resume", False)):
