@@ -334,23 +334,23 @@ async def test_several_http_processes_are_one_server(tmp_path: Path):
         made = await alone("/v1/responses", json={"input": "hi", "max_output_tokens": 4, "ignore_eos": True})
         for _ in range(12):
             assert await alone(f"/v1/responses/{made['id']}") == made
-        running = [
-            asyncio.create_task(alone("/v1/completions", json=body(9, stream=False, max_tokens=200))) for _ in range(9)
-        ]
-        while (await alone("/load"))["server_load"] != 9:
-            await asyncio.sleep(0.01)
-        async with aiohttp.ClientSession() as session:  # until the engine, too, has all of them
-            found = {}
-            while sum(found.get(f"num_requests_{of}", 0) for of in ("running", "waiting")) != 9:
-                found = await metrics(session, server.url)
-        assert (await alone("/abort_requests", json={}))["aborted"] == 9
-        assert {(await one)["choices"][0]["finish_reason"] for one in running} == {"abort"}
-        for path, paused in (("/pause", True), ("/resume", False)):
+
+        async def turn(path: str, *, paused: bool) -> None:
             await alone(path, json={})
-            async with asyncio.timeout(10):  # each has been told, and may still have to read it
-                in_a_row = 0
+            in_a_row = 0
+            async with asyncio.timeout(30):  # each has been told, and may still have to read it
                 while in_a_row < 6:
                     in_a_row = in_a_row + 1 if await alone("/is_paused") == {"is_paused": paused} else 0
+
+        await turn("/pause", paused=True)
+        waiting = [asyncio.create_task(alone("/v1/completions", json=body(9, stream=False))) for _ in range(9)]
+        async with aiohttp.ClientSession() as session, asyncio.timeout(30):  # until the engine has them all
+            while (await metrics(session, server.url))["num_requests_waiting"] != 9:
+                await asyncio.sleep(0.01)
+        assert (await alone("/load"))["server_load"] == 9
+        assert (await alone("/abort_requests", json={}))["aborted"] == 9
+        assert {(await one)["choices"][0]["finish_reason"] for one in waiting} == {"abort"}
+        await turn("/resume", paused=False)
         assert not re.search(r"Traceback|ERROR|WARNING", server.log()), server.log()
 
 
