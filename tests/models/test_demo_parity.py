@@ -86,7 +86,7 @@ def test_greedy_tokens_on_a_gpu_equal_transformers_but_for_rounding(backend: str
         max_num_batched_tokens=144, gpu_memory_utilization=0.3,
     )  # fmt: skip
     assert agreement(llm, tie=0.15, tolerance=0.2) >= 0.5
-    assert same_in_a_batch(llm, tie=0.3) >= 0.5  # twice as near a tie, for here both are rounded; on a CPU 0.14
+    assert same_in_a_batch(llm, tie=0.15) >= 0.5  # on a CPU they part where the best two are up to 0.141 apart
 
 
 def same_in_a_batch(llm: LLM, *, tie: float) -> float:
