@@ -343,13 +343,17 @@ async def test_several_http_processes_are_one_server(tmp_path: Path):
                     in_a_row = in_a_row + 1 if await alone("/is_paused") == {"is_paused": paused} else 0
 
         await turn("/pause", paused=True)
-        waiting = [asyncio.create_task(alone("/v1/completions", json=body(9, stream=False))) for _ in range(9)]
+        running = [
+            asyncio.create_task(alone("/v1/completions", json=body(9, stream=False, max_tokens=200))) for _ in range(9)
+        ]
         async with aiohttp.ClientSession() as session, asyncio.timeout(30):  # until the engine has them all
             while (await metrics(session, server.url))["num_requests_waiting"] != 9:
                 await asyncio.sleep(0.01)
         assert (await alone("/load"))["server_load"] == 9
+        await alone("/resume", json={})
         assert (await alone("/abort_requests", json={}))["aborted"] == 9
-        assert {(await one)["choices"][0]["finish_reason"] for one in waiting} == {"abort"}
+        assert {(await one)["choices"][0]["finish_reason"] for one in running} == {"abort"}
+        await turn("/pause", paused=True)
         await turn("/resume", paused=False)
         assert not re.search(r"Traceback|ERROR|WARNING", server.log()), server.log()
 

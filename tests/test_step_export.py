@@ -1,6 +1,7 @@
 """An engine's programs on GPUs, lowered for CUDA on this CPU host, kernels and all. Nothing runs."""
 
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,23 @@ def test_every_bucket_has_its_programs(programs: Programs):
     assert {size for kind, size in programs.keys if kind is Kind.DRAW} == {bucket.rows for bucket in few}
     for bucket in BUCKETS:  # what fits into a plain step fits into one of the few
         choose_bucket(tuple(few), bucket.decode_rows, bucket.prefill_tokens, bucket.prefill_rows)
+
+
+def test_a_forward_pass_is_compiled_after_the_plain_step_whose_products_it_shares(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+):
+    """By then XLA has tried their kernels out. All others are compiled side by side."""
+    monkeypatch.setattr(programs, "lower", lambda *_: None)
+    monkeypatch.setattr("os.cpu_count", lambda: len(programs.keys))
+    ended: list = []
+
+    def compile(key, _) -> bool:
+        ready = key[0] is not Kind.FORWARD or (Kind.PLAIN, key[1]) in ended
+        time.sleep(0.05)
+        ended.append(key)
+        return ready
+
+    assert dict(programs.compile_all(compile, 8, 512)) == dict.fromkeys(programs.keys, True)
 
 
 @pytest.mark.parametrize(
