@@ -58,7 +58,7 @@ def step_limits(max_num_seqs: int, max_num_batched_tokens: int, max_num_mixed_to
 
     Where steps are smaller while rows decode, they are halved once more beside few rows: those cost a step of their
     own almost as much as many do, and next to nothing beside a chunk, so that many small steps are better. (A quarter
-    is better still for rows that come one by one, and worse for a burst of them: see the diary in docs/benchmarks.md.)
+    was worse for a burst of requests, and better only in a simulation of a steady stream: docs/benchmarks.md, diary.)
     """
     many, mixed = min(MANY_ROWS, max_num_seqs), min(max_num_mixed_tokens, max_num_batched_tokens)
     limits = [Limit(rows, mixed - rows) for rows in sorted({many, max_num_seqs})]
