@@ -9,7 +9,7 @@ Parts; each takes minutes, and what an earlier call has left in DIR is printed a
                 more with prompts that are all new
     offline     `jaxserve bench throughput`, 256 and 1,024 requests
     structured  64 rows with a JSON schema beside rows without, by scripts/bench_structured.py
-    decode      ms per decode step at batch 1, 8 and 64 by scripts/profile_step.py (from 192 tokens of context on)
+    decode      ms per decode step at batch 1, 8 and 64, 128 tokens in and 240 out, by scripts/profile_step.py
 """
 
 import argparse
@@ -135,7 +135,7 @@ def structured(args: argparse.Namespace) -> dict[str, float]:
 
 def decode(args: argparse.Namespace) -> dict[str, float]:
     out = run(
-        *("scripts/profile_step.py", *args.engine, "--batch", "1", "8", "64", "--context", "192"),
+        *("scripts/profile_step.py", *args.engine, "--batch", "1", "8", "64", "--context", "128"),
         "--enforce-eager",
     )
     (args.out / f"profile-{args.shape}.md").write_text(out)

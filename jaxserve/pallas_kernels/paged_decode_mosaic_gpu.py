@@ -36,13 +36,21 @@ Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor a
     v5         workers that take rows one after the other, instead of a CTA for each item; no overlap (it was no gain).
                From the projection, beside v4 in one run: 256x640 174 to 171   256x2048 512 to 519   64x640 52 to 51
                64x256 29 to 27   8x512 20.5 to 17.3   1x512 16.6 to 13.3   1x32768 64 to 49
+    v6         a worker's first row and pages are in its cut, the combine asks for parts before it knows their number,
+               sums are added up across the warps once per row, and where the ring is long two tiles share a step.
+               Beside v5 in chains of layers with their products (cuBLAS), what attention adds to a layer:
+               8 rows of 320 15.2 to 13.8   1x320 11.4 to 10.5   256x576 149 to 146   64x320 29.5 to 28.9; Qwen-1.5B
+               8x320 13.3 to 11.0   1x320 11.0 to 9.3   64x320 19.7 to 18.4   256x640 53.2 to 51.8. Two tiles in a step
+               of the short ring 256x576 151; one or three CTAs per multiprocessor 150, 153
     Chains of 32 (v1) and 128 (v2) layers over permuted pages, one run each. 256x2048 is noisy: over the tunings of
     that run 635 to 713, and once 854.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +86,11 @@ class Cuts(NamedTuple):
     stages: int  # KV tiles in flight per CTA
     min_tiles: int  # KV tiles that are worth a CTA of their own
     max_splits: int  # most workers of one row
+
+    @property
+    def at_once(self) -> int:
+        """KV tiles of a row that share a step of the softmax: fewer steps, but tiles stay in the ring for longer."""
+        return 2 if self.stages >= 4 else 1
 
     @property
     def slots_per_row(self) -> int:
@@ -141,17 +154,19 @@ class Part(NamedTuple):
 class Work(NamedTuple):
     """Who does what in a step. Worker w takes what lies between its cut and the next one, the same for each kv head.
 
-    A cut is (row, KV tiles of that row before it, offset): worker w leaves its partial result of that row in slot
-    w + offset. The slots of the nth row that is split begin at n * slots_per_row.
+    A cut is (row, KV tiles of that row before it, offset, the row's length, pages of the first KV tile after it):
+    worker w leaves its partial result of that row in slot w + offset. The slots of the nth row that is split begin at
+    n * slots_per_row. What a worker starts with is all in its cut: each look elsewhere first would take as long as
+    memory takes to answer.
     """
 
     kv_lens: Array  # i32[S]
-    cuts: Array  # i32[workers + 1, 3]
-    splits: Array  # i32[m, 2] rows that are split, and into how many
+    cuts: Array  # i32[workers + 1, 4 + pages of a KV tile]
+    splits: Array  # i32[m, 2] rows that are split, and into how many; (0, 1) where there are no more
     num_splits: Array  # i32[1] how many of those are real
 
 
-def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
+def make_work(kv_lens: Array, page_table: Array, page_size: int, sliding_window: int | None, cuts: Cuts) -> Work:
     """Shares the KV tiles that the rows need (kv_lens i32[S]) equally among the workers, row after row.
 
     A row costs its tiles and one more, for what is done once per row. Where no row is much more than a share, cuts move
@@ -160,7 +175,8 @@ def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     searches compare all with all, since those are few fusions; a sort would split the step's CUDA graph.
     """
     rows, workers = kv_lens.shape[0], cuts.workers
-    tiles = _end_of(kv_lens) - _begin_of(kv_lens, sliding_window)  # i32[S]
+    begins = _begin_of(kv_lens, sliding_window)
+    tiles = _end_of(kv_lens) - begins  # i32[S]
     up_to = jnp.arange(rows) <= jnp.arange(rows)[:, None]
     ends = jnp.sum(jnp.where(up_to, tiles + 1, 0), axis=1, dtype=jnp.int32)  # i32[S] of each row's costs
     least = cuts.min_tiles
@@ -183,7 +199,11 @@ def make_work(kv_lens: Array, sliding_window: int | None, cuts: Cuts) -> Work:
     first = splits & ~jnp.pad(splits[:-1] & (row[:-1] == row[1:]), (1, 0))  # of the cuts in its row
     nth = jnp.sum(first & (row < row[:, None]), axis=1, dtype=jnp.int32)  # rows before that are split
     begun_by = jnp.max(jnp.where(first & (row == row[:, None]), jnp.arange(workers + 1) - 1, 0), axis=1)
-    cut = jnp.stack([row, before, nth * cuts.slots_per_row - begun_by], axis=1)
+    mine = jnp.minimum(row, rows - 1)
+    key = (begins[mine] + before) * KV_TILE
+    columns = [(key + j * page_size) // page_size for j in range(max(1, KV_TILE // page_size))]
+    pages = [page_table[mine, jnp.minimum(column, page_table.shape[1] - 1)] for column in columns]
+    cut = jnp.stack([row, before, nth * cuts.slots_per_row - begun_by, kv_lens[mine], *pages], axis=1)
     of_split = splits & (nth == jnp.arange(max(1, min(rows, workers - 1)))[:, None])  # [m, workers + 1]
     split_rows = jnp.stack([jnp.max(jnp.where(of_split, row, 0), axis=1), 1 + jnp.sum(of_split, axis=1)], axis=1)
     num_splits = jnp.sum(first, dtype=jnp.int32)[None]
@@ -206,7 +226,7 @@ def _body(
     q_smem,  # [Gp, H], and the result at the end
     k_smem,  # [stages, KV_TILE, H]
     v_smem,  # [stages, KV_TILE, H]
-    p_smem,  # [Gp, KV_TILE]
+    p_smem,  # [at_once, Gp, KV_TILE]
     o_smem,  # f32[Gp, H]; None: no row is split
     lse_smem,  # f32[Gp]; None: no row is split
     raw_smem,  # [2, Gp + 2, H] of the new token: q, k, v as the projection left them, and their bias; None: q is given
@@ -225,7 +245,7 @@ def _body(
     q [S, K, halves, G / halves, H]; or qkv [S, N + 2K, H], cos, sin f32[S, H/2] and maybe bias [N + 2K, H], q_norm,
     k_norm [H]; maybe sinks f32[K, Gp], in units of log2;
     kv [P, K, 2, page, H], in place: with qkv the new token's k and v are written there; kv_lens i32[S]; cuts
-    i32[workers + 1, 3]; table i32[S, W]; out, as q: rows that one worker takes; partial f32[slots, K, Gp, H] out:
+    i32[workers + 1, ...]; table i32[S, W]; out, as q: rows that one worker takes; partial f32[slots, K, Gp, H] out:
     result of a part of a row; lse f32[slots, K, Gp] out: log2 of its sum of 2 ** s.
     """
     ref = dict(zip(names, refs, strict=True))
@@ -238,7 +258,9 @@ def _body(
     cta, kv_heads = lax.axis_index("cta"), jnp.int32(kv_ref.shape[1])
     worker, head = lax.div(cta, kv_heads), lax.rem(cta, kv_heads)
     heads = pl.ds(lax.rem(cta, jnp.int32(1)), HEAD_ROWS)  # a start that is not static: heads beyond G are 0, or dropped
-    first_row, first_before, first_offset = (cuts_ref[worker, i] for i in range(3))
+    first_row, first_before, first_offset, first_len, *first_pages = (
+        cuts_ref[worker, i] for i in range(cuts_ref.shape[1])
+    )
     last_row, last_before, last_offset = (cuts_ref[worker + 1, i] for i in range(3))
 
     def for_each_row(do: Callable[[Part, Array], None]) -> Array:
@@ -259,8 +281,7 @@ def _body(
             return taken + (last - first), following
 
         count = last_row - first_row + (last_before > 0)
-        start = jnp.int32(0), lens_ref[jnp.minimum(first_row, rows - 1)]
-        return lax.fori_loop(0, count, one, start)[0]
+        return lax.fori_loop(0, count, one, (jnp.int32(0), first_len))[0]
 
     def stage_of(i):
         return lax.rem(i, jnp.int32(stages))
@@ -275,9 +296,14 @@ def _body(
             def _(tile):
                 i, key = taken + (tile - part.first), tile * KV_TILE
                 stage = stage_of(i)
+
+                def look_up(row=part.row, key=key):
+                    columns = [lax.div(key + j * size, jnp.int32(page_size)) for j in range(copies)]
+                    return [table_ref[row, jnp.minimum(column, width - 1)] for column in columns]
+
                 # page ids first: their latency hides behind the wait for the stage
-                columns = [lax.div(key + j * size, jnp.int32(page_size)) for j in range(copies)]
-                pages = [table_ref[part.row, jnp.minimum(column, width - 1)] for column in columns]
+                at_cut = (part.row == first_row) & (tile == part.first)
+                pages = lax.cond(at_cut, lambda: first_pages, look_up)
                 for which, (ring, full, free) in enumerate(((k_smem, k_full, k_free), (v_smem, v_full, v_free))):
 
                     @pl.when(i >= stages)
@@ -401,12 +427,13 @@ def _body(
 
     def attend(part: Part, taken: Array) -> None:
         m = plgpu.layout_cast(jnp.full((group,), reference.MASKED, jnp.float32), per_head)
-        total = plgpu.layout_cast(jnp.zeros((group,), jnp.float32), per_head)
+        # of the sum of 2 ** (s - m) what each place of a tile has added: it is summed up at the end
+        total = plgpu.layout_cast(jnp.zeros((KV_TILE, group), jnp.float32), plgpu.Layout.WGMMA)
         acc = plgpu.layout_cast(jnp.zeros((head_dim, group), jnp.float32), plgpu.Layout.WGMMA)
         if fused:  # of a row without tokens too: whatever that gives is not used
             v, s = take_new_token(part)
             m = jnp.where(lax.broadcast_in_dim(part.has_last, m.shape, []), s, m)
-            total = jnp.where(lax.broadcast_in_dim(part.has_last, m.shape, []), 1.0, total)
+            total = jnp.where(lax.broadcast_in_dim(part.has_last, total.shape, []), 1.0 / KV_TILE, total)
             v = lax.broadcast_in_dim(v, acc.shape, [0])
             acc = jnp.where(lax.broadcast_in_dim(part.has_last, acc.shape, []), v, acc)
         else:
@@ -416,40 +443,64 @@ def _body(
             sink = jnp.where(lax.broadcast_in_dim(part.has_last, m.shape, []), sink, reference.MASKED)
             m, before = jnp.maximum(m, sink), m
             shrink = jnp.exp2(before - m)
-            total = total * shrink + jnp.exp2(sink - m)
+            more = jnp.exp2(sink - m) * (1.0 / KV_TILE)
+            total = total * lax.broadcast_in_dim(shrink, total.shape, [1])
+            total = total + lax.broadcast_in_dim(more, total.shape, [1])
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
 
-        def step(tile, carry):
-            acc, m, total = carry  # f32 [H, Gp], [Gp] in units of log2, [Gp]
-            stage = stage_of(taken + (tile - part.first))
-            plgpu.barrier_wait(k_full.at[stage])
+        def step(tiles: list[Any], carry: Any) -> Any:
+            """The softmax goes on by these tiles."""
+            acc, m, total = carry  # f32 [H, Gp], [Gp] in units of log2, [KV_TILE, Gp]
+            stages = [stage_of(taken + (tile - part.first)) for tile in tiles]
+            for stage in stages:
+                plgpu.barrier_wait(k_full.at[stage])
 
-            def qk(out):
-                plgpu.wgmma(out, k_smem.at[stage], q_smem.T)
-                return out[...]
+            def qk(*outs):
+                for stage, out in zip(stages, outs, strict=True):
+                    plgpu.wgmma(out, k_smem.at[stage], q_smem.T)
+                return [out[...] for out in outs]
 
-            s = scores(pl.run_scoped(qk, plgpu.ACC((KV_TILE, group), jnp.float32)))
-            plgpu.barrier_arrive(k_free.at[stage])
-            s = jnp.where(live_keys(part, tile, s.shape, plgpu.Layout.WGMMA), s, reference.MASKED)
-            m_new = jnp.maximum(m, s.max(axis=0))
+            dots = pl.run_scoped(qk, *[plgpu.ACC((KV_TILE, group), jnp.float32)] * len(tiles))
+            for stage in stages:
+                plgpu.barrier_arrive(k_free.at[stage])
+            s = [
+                jnp.where(live_keys(part, tile, x.shape, plgpu.Layout.WGMMA), scores(x), reference.MASKED)
+                for tile, x in zip(tiles, dots, strict=True)
+            ]
+            m_new = jnp.maximum(m, functools.reduce(jnp.maximum, s).max(axis=0))
             shrink = jnp.exp2(m - m_new)
-            p = jnp.exp2(s - lax.broadcast_in_dim(m_new, s.shape, [1]))
-            total = total * shrink + p.sum(axis=0)
-            p_smem.T[...] = p.astype(p_smem.dtype)
+            p = [jnp.exp2(x - lax.broadcast_in_dim(m_new, x.shape, [1])) for x in s]
+            total = total * lax.broadcast_in_dim(shrink, total.shape, [1]) + functools.reduce(operator.add, p)
+            for i, x in enumerate(p):
+                p_smem.at[i].T[...] = x.astype(p_smem.dtype)
             plgpu.commit_smem()
             acc = acc * lax.broadcast_in_dim(shrink, acc.shape, [1])
-            plgpu.barrier_wait(v_full.at[stage])
-            clear_dead_values(part, tile, stage)
+            for tile, stage in zip(tiles, stages, strict=True):
+                plgpu.barrier_wait(v_full.at[stage])
+                clear_dead_values(part, tile, stage)
 
             def pv(out):
-                plgpu.wgmma(out, v_smem.at[stage].T, p_smem.T)
+                for i, stage in enumerate(stages):
+                    plgpu.wgmma(out, v_smem.at[stage].T, p_smem.at[i].T)
                 return out[...]
 
             acc = acc + pl.run_scoped(pv, plgpu.ACC((head_dim, group), jnp.float32))
-            plgpu.barrier_arrive(v_free.at[stage])
+            for stage in stages:
+                plgpu.barrier_arrive(v_free.at[stage])
             return acc, m_new, total
 
-        acc, m, total = lax.fori_loop(part.first, part.last, step, (acc, m, total))
+        def step_of(tiles: int, begin: Any) -> Callable[[Any, Any], Any]:
+            return lambda i, carry: step([begin + i * tiles + j for j in range(tiles)], carry)
+
+        count = part.last - part.first
+        at_once, carry = p_smem.shape[0], (acc, m, total)
+        turns = lax.div(count, jnp.int32(at_once))
+        carry = lax.fori_loop(0, turns, step_of(at_once, part.first), carry)
+        if at_once > 1:
+            rest = part.first + turns * at_once
+            carry = lax.fori_loop(0, part.last - rest, step_of(1, rest), carry)
+        acc, m, total = carry
+        total = total.sum(axis=0)
         inverse = jnp.where(total > 0, 1.0 / jnp.where(total > 0, total, 1.0), 0.0)
         out = acc * lax.broadcast_in_dim(inverse, acc.shape, [1])
 
@@ -495,28 +546,29 @@ def _combine(
     _, kv_heads, halves, per_half, head_dim = out_ref.shape
     blocks, heads = full.shape[0], kv_heads * halves * per_half
     cta = lax.axis_index("cta")
+    turns = jnp.int32(1)
+    if splits_ref.shape[0] * heads > ctas:
+        turns = lax.div(num_splits_ref[0] * heads - cta + (ctas - 1), jnp.int32(ctas))
 
-    @pl.loop(0, lax.div(num_splits_ref[0] * heads - cta + (ctas - 1), jnp.int32(ctas)))
+    @pl.loop(0, turns)
     def _(i):
         unit = cta + i * ctas
         nth, head = lax.div(unit, jnp.int32(heads)), lax.rem(unit, jnp.int32(heads))
         kv_head, own = lax.div(head, jnp.int32(halves * per_half)), lax.rem(head, jnp.int32(halves * per_half))
         half, own = lax.div(own, jnp.int32(per_half)), lax.rem(own, jnp.int32(per_half))
         padded = half * HEAD_ROWS + own  # its place among the Gp heads of a partial result
+
+        def fetch(b: int) -> None:
+            source, rows = pl.ds(nth * (blocks * 8) + b * 8, 8), pl.ds(b * 8, 8)
+            plgpu.copy_gmem_to_smem(lse_ref.at[source, kv_head], lse_smem.at[rows], full.at[b])
+            plgpu.copy_gmem_to_smem(o_ref.at[source, kv_head, padded], o_smem.at[rows], full.at[b])
+
+        fetch(0)  # whatever is there, while the number of parts is still on its way
         row, count = splits_ref[nth, 0], splits_ref[nth, 1]
+        for b in range(1, blocks):
+            pl.when(b * 8 < count)(partial(fetch, b))
         for b in range(blocks):
-
-            @pl.when(b * 8 < count)
-            def _(b=b):
-                source, rows = pl.ds(nth * (blocks * 8) + b * 8, 8), pl.ds(b * 8, 8)
-                plgpu.copy_gmem_to_smem(lse_ref.at[source, kv_head], lse_smem.at[rows], full.at[b])
-                plgpu.copy_gmem_to_smem(o_ref.at[source, kv_head, padded], o_smem.at[rows], full.at[b])
-
-        for b in range(blocks):
-
-            @pl.when(b * 8 < count)
-            def _(b=b):
-                plgpu.barrier_wait(full.at[b])
+            pl.when((b == 0) | (b * 8 < count))(partial(plgpu.barrier_wait, full.at[b]))
 
         def place(shape, axis):
             return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
@@ -532,8 +584,11 @@ def _combine(
             part = jnp.where(place(part.shape, 0) < count, part, 0.0) * lax.broadcast_in_dim(weight, part.shape, [0])
             row_smem.at[pl.ds(left, 64)][...] = part.sum(axis=0).astype(row_smem.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(row_smem, out_ref.at[row, kv_head, half, own])
-        plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(count > 1)
+        def _():
+            plgpu.copy_smem_to_gmem(row_smem, out_ref.at[row, kv_head, half, own])
+            plgpu.wait_smem_to_gmem(0)
 
 
 def _tiled(*shape: int, dtype: Any, columns: int | None = None):
@@ -573,7 +628,7 @@ def _attend(
         "q_smem": _tiled(group, head_dim, dtype=dtype),
         "k_smem": _tiled(stages, KV_TILE, head_dim, dtype=dtype),
         "v_smem": _tiled(stages, KV_TILE, head_dim, dtype=dtype),
-        "p_smem": _tiled(group, KV_TILE, dtype=dtype),
+        "p_smem": _tiled(cuts.at_once, group, KV_TILE, dtype=dtype),
         "o_smem": _tiled(group, head_dim, dtype=jnp.float32) if cuts.max_splits > 1 else None,
         "lse_smem": plgpu.SMEM((group,), jnp.float32) if cuts.max_splits > 1 else None,
         "raw_smem": plgpu.SMEM((2, group + 2, head_dim), dtype) if fused else None,
@@ -647,7 +702,7 @@ def decode_work(
     """What `decode_attention` makes of kv_lens i32[S] and page_table i32[S, W] if it is not given: once per step."""
     rows, width = page_table.shape
     cuts = tuning.cuts(rows, kv_heads, head_dim, longest_row(width, page_size, sliding_window))
-    return make_work(kv_lens, sliding_window, cuts)
+    return make_work(kv_lens, page_table, page_size, sliding_window, cuts)
 
 
 def decode_attention(
@@ -673,7 +728,7 @@ def decode_attention(
     halves = ceil_div(group, HEAD_ROWS)
     cuts = _cuts(kv, page_table, group, tuning, sliding_window)
     if work is None:
-        work = make_work(kv_lens, sliding_window, cuts)
+        work = make_work(kv_lens, page_table, kv.shape[3], sliding_window, cuts)
     qs = q.reshape(rows, -1, group, head_dim).astype(kv.dtype)
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
@@ -723,7 +778,7 @@ def decode_qkv(
     given |= {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
     given |= _padded_sinks(sinks, kv, num_heads)
     out, kv = _attend(
-        kv, make_work(kv_lens, sliding_window, cuts), page_table, given,
+        kv, make_work(kv_lens, page_table, kv.shape[3], sliding_window, cuts), page_table, given,
         cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps,
     )  # fmt: skip
     return out.reshape(rows, num_heads, head_dim), kv

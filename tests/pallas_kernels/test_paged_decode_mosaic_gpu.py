@@ -142,7 +142,8 @@ def test_kernel_hash_does_not_depend_on_what_was_traced_before():
 def test_workers_cover_each_needed_tile_once(rows, kv_heads, sliding_window):
     rng = np.random.default_rng(rows)
     cuts = kernel.DecodeTuning().cuts(rows, kv_heads, 128, kernel.longest_row(30_000 // 16, 16, sliding_window))
-    make = jax.jit(lambda lens: kernel.make_work(lens, sliding_window, cuts))
+    table = jnp.asarray(rng.integers(1, 2**20, (rows, 30_000 // 16)), jnp.int32)
+    make = jax.jit(lambda lens: kernel.make_work(lens, table, 16, sliding_window, cuts))
     for longest in (0, 1, 64, 700, 30_000):
         lens = rng.integers(0, longest, rows, endpoint=True)
         lens[-1] = longest
@@ -150,6 +151,7 @@ def test_workers_cover_each_needed_tile_once(rows, kv_heads, sliding_window):
         work = jax.tree.map(np.asarray, make(jnp.asarray(lens, jnp.int32)))
         tiles = tiles_of(lens, sliding_window)
         found, slots = {}, {}
+        check_starts(work, lens, np.asarray(table), sliding_window)
         for _, row, first, last, slot in parts_of(work, tiles):
             assert found.get(row, 0) == first and last <= tiles[row]
             found[row] = last
@@ -165,16 +167,28 @@ def test_workers_cover_each_needed_tile_once(rows, kv_heads, sliding_window):
             assert 1 < len(own) <= cuts.max_splits
 
 
+def check_starts(work, lens, table, sliding_window):
+    """That each worker finds the length of its first row, and the pages of 16 of its first tile, in its cut."""
+    for row, before, _, length, *pages in work.cuts[:-1]:
+        if row < len(lens):
+            assert length == lens[row]
+            column = (begin_of(lens[row], sliding_window) + before) * kernel.KV_TILE // 16
+            there = np.minimum(np.arange(column, column + 4), table.shape[1] - 1)
+            np.testing.assert_array_equal(pages, table[row, there])
+
+
+def begin_of(length, sliding_window):
+    return 0 if sliding_window is None else np.maximum(length - sliding_window, 0) // kernel.KV_TILE
+
+
 def tiles_of(lens, sliding_window=None):
-    first = 0 if sliding_window is None else np.maximum(lens - sliding_window, 0) // kernel.KV_TILE
-    return -(-lens // kernel.KV_TILE) - first
+    return -(-lens // kernel.KV_TILE) - begin_of(lens, sliding_window)
 
 
 def parts_of(work, tiles):
     """As the kernel reads it: worker, row, tiles of that row from and to, slot."""
-    for worker, ((row, before, offset), (last_row, last_before, last_offset)) in enumerate(
-        zip(work.cuts, work.cuts[1:])
-    ):
+    cuts = work.cuts[:, :3]
+    for worker, ((row, before, offset), (last_row, last_before, last_offset)) in enumerate(zip(cuts, cuts[1:])):
         for r in range(row, last_row + (last_before > 0)):
             first, last = before if r == row else 0, last_before if r == last_row else tiles[r]
             part = first > 0 or last < tiles[r]
