@@ -1,7 +1,7 @@
 """Gate and up products of a SwiGLU block in one kernel for Hopper GPUs (Mosaic GPU).
 
-What: silu(x @ gate.T) * (x @ up.T). XLA makes a product of it whose [T, 2F] goes to memory, and a kernel that reads that
-and writes [T, F]. Here the epilogue of the product does it, in f32, and only [T, F] is written.
+What: silu(x @ gate.T) * (x @ up.T). XLA makes a product of it whose [T, 2F] goes to memory, and a kernel that reads
+that and writes [T, F]. Here the epilogue of the product does it, in f32, and only [T, F] is written.
 
 Why this shape: with enough tokens the card multiplies at its power limit, so the aim is cuBLAS's product and nothing on
 top of it.
@@ -50,6 +50,7 @@ class Tuning:
     lead: int = 2  # K steps by which a warpgroup is ahead of the next one; 0: as it comes
     pair: str | None = "tokens"  # along which axis the two CTAs of a cluster are neighbours; None: no clusters
     group: int = 8  # token tiles (or pairs of them) that share what of w is in the L2 cache
+    multiprocessors: int = MULTIPROCESSORS  # of the card: each has one CTA
 
     def __post_init__(self) -> None:
         if self.tokens % (WG_ROWS * self.warpgroups):
@@ -85,9 +86,10 @@ def _body(
     ahead,  # barrier[warpgroups - 1]; None: no lead
     tuning: Tuning,
 ):
-    tokens, columns, stages, lead = tuning.tokens, tuning.columns, tuning.stages, tuning.lead
+    tokens, columns, stages = tuning.tokens, tuning.columns, tuning.stages
     steps, out_columns = x_ref.shape[1] // STEP, out_ref.shape[1]
-    num_tiles = _tiles(*out_ref.shape, tuning)
+    lead = min(tuning.lead, steps - 1)
+    num_tiles = _tiles(out_ref.shape, tuning)
     cluster, clusters = lax.axis_index("cluster"), jnp.int32(lax.axis_size("cluster"))
     warpgroup = lax.axis_index("warpgroup")
     count = lax.div(math.prod(num_tiles) - cluster + clusters - 1, clusters)  # tiles of this cluster
@@ -189,10 +191,10 @@ def _body(
         plgpu.wait_smem_to_gmem(0)
 
 
-def _tiles(tokens: int, columns: int, tuning: Tuning) -> tuple[int, int]:
-    """Tiles of a cluster that cover [tokens, columns]: how many along each axis."""
+def _tiles(shape: tuple[int, int], tuning: Tuning) -> tuple[int, int]:
+    """Tiles of a cluster that cover out of that shape: how many along each axis."""
     along_tokens, along_columns = tuning.cluster
-    return ceil_div(tokens, tuning.tokens * along_tokens), ceil_div(columns, tuning.columns * along_columns)
+    return ceil_div(shape[0], tuning.tokens * along_tokens), ceil_div(shape[1], tuning.columns * along_columns)
 
 
 def _ordered(tile: Any, num_tiles: tuple[int, int], group: int) -> tuple[Any, Any]:
@@ -230,7 +232,7 @@ def _gated_product(x: Array, w: Array, *, tuning: Tuning) -> Array:
         partial(_body, tuning=tuning),
         out_type=jax.ShapeDtypeStruct(out_shape, x.dtype),
         scratch_types=scratch,
-        grid=(min(MULTIPROCESSORS // ctas, math.prod(_tiles(*out_shape, tuning))),),
+        grid=(min(tuning.multiprocessors // ctas, math.prod(_tiles(out_shape, tuning))),),
         grid_names=("cluster",),
         **({"cluster": (ctas,), "cluster_names": ("pair",)} if tuning.pair else {}),
         num_threads=warpgroups + 1,
@@ -243,7 +245,7 @@ def _gated_product(x: Array, w: Array, *, tuning: Tuning) -> Array:
 
 def supports(tokens: int, size: int, columns: int, dtype: str) -> bool:
     """Whether the kernel takes x [tokens, size] and w [2 * columns, size] of a dtype."""
-    return tokens > 0 and size % STEP == 0 and size >= 4 * STEP and columns % 64 == 0 and dtype in DTYPES
+    return tokens > 0 and size % STEP == 0 and size >= 2 * STEP and columns % 64 == 0 and dtype in DTYPES
 
 
 def gated_product(x: Array, w: Array, *, tuning: Tuning = Tuning()) -> Array:
