@@ -1,0 +1,259 @@
+"""Gate and up products of a SwiGLU block in one kernel for Hopper GPUs (Mosaic GPU).
+
+What: silu(x @ gate.T) * (x @ up.T). XLA makes a product of it whose [T, 2F] goes to memory, and a kernel that reads
+that and writes [T, F]. Here the epilogue of the product does it, in f32, and only [T, F] is written.
+
+Why this shape: with enough tokens the card multiplies at its power limit, so the aim is cuBLAS's product and nothing on
+top of it.
+  - A tile of out is 128 tokens by 128 columns, so its product is 128 by 256: gate rows and up rows of w lie one after
+    the other in shared memory and are the operand of one wgmma. Each of two compute warpgroups takes 64 tokens.
+  - One CTA per multiprocessor goes from tile to tile. A memory warpgroup fills a ring of K steps by TMA, and is at the
+    next tile's while this one's epilogue runs.
+  - The second compute warpgroup keeps some steps behind the first. So one multiplies while the other does its epilogue:
+    128 * 128 exponentials and square roots take as long as two steps.
+  - CTAs go in pairs: neighbours along the tokens share the rows of w, neighbours along the columns those of x. Each
+    fetches half of them for both. Without that, what goes from the L2 cache to shared memory is what limits.
+  - Tiles are taken token tiles first within a group of token tiles, so that what runs side by side fits the L2 cache.
+"""
+
+# pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxserve.pallas_kernels.add_norm_mosaic_gpu import DTYPES, MULTIPROCESSORS
+from jaxserve.shapes import ceil_div
+
+ALIGN = 8  # rows that a TMA copy of a swizzled tile moves together
+WG_ROWS = 64  # the M of a wgmma
+STEP = 64  # of the K axis: 128 bytes, the widest swizzle
+LOG2E = math.log2(math.e)
+PAIRS = (None, "tokens", "columns")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the work is cut. What counts is waves of full tiles over all multiprocessors, and few bytes per product."""
+
+    tokens: int = 128  # of a tile of out
+    columns: int = 128  # of a tile of out: its product is twice as wide
+    warpgroups: int = 2  # that multiply
+    stages: int = 4  # K steps in flight
+    lead: int = 2  # K steps by which a warpgroup is ahead of the next one; 0: as it comes
+    pair: str | None = "tokens"  # along which axis the two CTAs of a cluster are neighbours; None: no clusters
+    group: int = 8  # token tiles (or pairs of them) that share what of w is in the L2 cache
+    multiprocessors: int = MULTIPROCESSORS  # of the card: each has one CTA
+
+    def __post_init__(self) -> None:
+        if self.tokens % (WG_ROWS * self.warpgroups):
+            raise ValueError(f"Tuning.tokens must be a multiple of {WG_ROWS} for each of {self.warpgroups} warpgroups")
+        if self.columns % 16 or not 16 <= self.columns <= 128:
+            raise ValueError(f"Tuning.columns must be a multiple of 16 up to 128, got {self.columns}")
+        if not 0 <= self.lead * (self.warpgroups - 1) < self.stages:
+            raise ValueError(f"Tuning.lead must keep all warpgroups within {self.stages} stages, got {self.lead}")
+        if self.pair not in PAIRS:
+            raise ValueError(f"Tuning.pair must be one of {PAIRS}, got {self.pair!r}")
+
+    @property
+    def cluster(self) -> tuple[int, int]:
+        """CTAs of a cluster along tokens and columns."""
+        return {None: (1, 1), "tokens": (2, 1), "columns": (1, 2)}[self.pair]
+
+
+def _silu(gate: Array) -> Array:
+    root = lax.rsqrt(1.0 + jnp.exp2(gate * -LOG2E))  # squared, it is 1 / (1 + e^-gate) without a division
+    return gate * root * root
+
+
+def _body(
+    x_ref,  # [T, D]
+    w_ref,  # [2F, D]
+    out_ref,  # [T, F]
+    *,
+    x_smem,  # [stages, tokens, STEP]
+    w_smem,  # [stages, 2 * columns, STEP]
+    out_smem,  # [warpgroups, tokens / warpgroups, columns]
+    full,  # barrier[stages]
+    free,  # barrier[stages], of all CTAs of the cluster
+    ahead,  # barrier[warpgroups - 1]; None: no lead
+    tuning: Tuning,
+):
+    tokens, columns, stages = tuning.tokens, tuning.columns, tuning.stages
+    steps, out_columns = x_ref.shape[1] // STEP, out_ref.shape[1]
+    lead = min(tuning.lead, steps - 1)
+    num_tiles = _tiles(out_ref.shape, tuning)
+    cluster, clusters = lax.axis_index("cluster"), jnp.int32(lax.axis_size("cluster"))
+    warpgroup = lax.axis_index("warpgroup")
+    count = lax.div(math.prod(num_tiles) - cluster + clusters - 1, clusters)  # tiles of this cluster
+
+    def corner(i):
+        """First token and first column of this CTA's i-th tile."""
+        tile = cluster + i * clusters
+        token, column = _ordered(tile, num_tiles, tuning.group)
+        if tuning.pair is not None:
+            rank = lax.axis_index("pair")
+            token, column = (n * size + (rank if size > 1 else 0) for n, size in zip((token, column), tuning.cluster))
+        return token * tokens, column * columns
+
+    def slot_of(step):
+        return lax.rem(step, jnp.int32(stages))
+
+    @pl.when(warpgroup == tuning.warpgroups)
+    def _fetch():
+        plgpu.set_max_registers(40, action="decrease")
+        shared = {tuning.pair: "pair"} if tuning.pair else {}
+
+        @pl.loop(0, count)
+        def _(i):
+            token, column = corner(i)
+
+            @pl.loop(0, steps)
+            def _(k):
+                step = i * steps + k
+                slot, depth = slot_of(step), pl.ds(k * STEP, STEP)
+
+                @pl.when(step >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[slot])
+
+                plgpu.copy_gmem_to_smem(
+                    x_ref.at[pl.ds(token, tokens), depth], x_smem.at[slot], full.at[slot],
+                    collective_axes=shared.get("columns"),
+                )  # fmt: skip
+                for first, part in ((0, 0), (out_columns, columns)):
+                    plgpu.copy_gmem_to_smem(
+                        w_ref.at[pl.ds(first + column, columns), depth], w_smem.at[slot, pl.ds(part, columns)],
+                        full.at[slot], collective_axes=shared.get("tokens"),
+                    )  # fmt: skip
+
+        total = count * steps
+
+        @pl.loop(jnp.maximum(total - stages, 0), total)
+        def _(step):  # stay until the other CTA, too, is done with what it gets from here
+            plgpu.barrier_wait(free.at[slot_of(step)])
+
+    @pl.when(warpgroup < tuning.warpgroups)
+    def _multiply():
+        plgpu.set_max_registers((512 - 40) // tuning.warpgroups // 8 * 8, action="increase")
+        rows = tokens // tuning.warpgroups
+
+        @pl.loop(0, count)
+        def _(i):
+            if lead:
+
+                @pl.when(warpgroup > 0)
+                def _():
+                    plgpu.barrier_wait(ahead.at[warpgroup - 1])
+
+            def multiply(acc, k):
+                slot = slot_of(i * steps + k)
+                plgpu.barrier_wait(full.at[slot])
+                plgpu.wgmma(acc, x_smem.at[slot, pl.ds(warpgroup * rows, rows)], w_smem.at[slot].T)
+
+            def multiply_more(acc, begin, end):
+                @pl.loop(begin, end)
+                def _(k):
+                    multiply(acc, k)
+                    plgpu.wgmma_wait(1)
+                    plgpu.barrier_arrive(free.at[slot_of(i * steps + k - 1)])
+
+            def product(acc):
+                multiply(acc, 0)
+                if lead > 1:
+                    multiply_more(acc, 1, lead)
+                if lead:
+
+                    @pl.when(warpgroup < tuning.warpgroups - 1)
+                    def _():
+                        plgpu.barrier_arrive(ahead.at[warpgroup])
+
+                multiply_more(acc, max(lead, 1), steps)
+                return acc[...]
+
+            both = pl.run_scoped(product, plgpu.ACC((rows, 2 * columns), jnp.float32))
+            plgpu.barrier_arrive(free.at[slot_of((i + 1) * steps - 1)])
+            out = (_silu(both[:, :columns]) * both[:, columns:]).astype(out_ref.dtype)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            out_smem.at[warpgroup][...] = out
+            plgpu.commit_smem()
+            token, column = corner(i)
+            place = out_ref.at[pl.ds(token + warpgroup * rows, rows), pl.ds(column, columns)]
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], place)
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _tiles(shape: tuple[int, int], tuning: Tuning) -> tuple[int, int]:
+    """Tiles of a cluster that cover out of that shape: how many along each axis."""
+    along_tokens, along_columns = tuning.cluster
+    return ceil_div(shape[0], tuning.tokens * along_tokens), ceil_div(shape[1], tuning.columns * along_columns)
+
+
+def _ordered(tile: Any, num_tiles: tuple[int, int], group: int) -> tuple[Any, Any]:
+    """The tile's place: token tiles first, within groups of them."""
+    tokens, columns = num_tiles
+    per_group = jnp.int32(min(group, tokens) * columns)
+    first = lax.div(tile, per_group) * group
+    within, width = lax.rem(tile, per_group), jnp.minimum(tokens - first, group)
+    return first + lax.rem(within, width), lax.div(within, width)
+
+
+# One module-level jit, so that every layer of a step shares one traced call, one kernel and one compilation.
+@partial(jax.jit, static_argnames=("tuning",))
+def _gated_product(x: Array, w: Array, *, tuning: Tuning) -> Array:
+    """x [T, D], T a multiple of 8; w [2F, D] -> [T, F]."""
+    out_shape = (x.shape[0], w.shape[0] // 2)
+    warpgroups, stages = tuning.warpgroups, tuning.stages
+    ctas = math.prod(tuning.cluster)
+
+    def tiled(*shape: int):
+        width = math.gcd(shape[-1], 64)
+        transforms = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width))
+        return plgpu.SMEM(shape, x.dtype, transforms=transforms)
+
+    shared = partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if tuning.pair else plgpu.Barrier
+    scratch = {
+        "x_smem": tiled(stages, tuning.tokens, STEP),
+        "w_smem": tiled(stages, 2 * tuning.columns, STEP),
+        "out_smem": tiled(warpgroups, tuning.tokens // warpgroups, tuning.columns),
+        "full": plgpu.Barrier(num_barriers=stages, num_arrivals=3),
+        "free": shared(num_barriers=stages, num_arrivals=warpgroups),
+        "ahead": plgpu.Barrier(num_barriers=warpgroups - 1) if tuning.lead and warpgroups > 1 else None,
+    }
+    kernel = plgpu.kernel(
+        partial(_body, tuning=tuning),
+        out_type=jax.ShapeDtypeStruct(out_shape, x.dtype),
+        scratch_types=scratch,
+        grid=(min(tuning.multiprocessors // ctas, math.prod(_tiles(out_shape, tuning))),),
+        grid_names=("cluster",),
+        **({"cluster": (ctas,), "cluster_names": ("pair",)} if tuning.pair else {}),
+        num_threads=warpgroups + 1,
+        thread_name="warpgroup",
+        kernel_name="gated_product",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )
+    return kernel(x, w)
+
+
+def supports(tokens: int, size: int, columns: int, dtype: str) -> bool:
+    """Whether the kernel takes x [tokens, size] and w [2 * columns, size] of a dtype."""
+    return tokens > 0 and size % STEP == 0 and size >= 2 * STEP and columns % 64 == 0 and dtype in DTYPES
+
+
+def gated_product(x: Array, w: Array, *, tuning: Tuning = Tuning()) -> Array:
+    """silu(x @ gate.T) * (x @ up.T), the products and silu in f32: x [T, D], w [2F, D] = gate, then up -> [T, F]."""
+    tokens, size = x.shape
+    if x.dtype != w.dtype or w.shape[1] != size or not supports(tokens, size, w.shape[0] // 2, str(x.dtype)):
+        raise ValueError(f"gated product on mosaic_gpu: cannot multiply {x.dtype}{x.shape} by {w.dtype}{w.shape}")
+    padding = -tokens % ALIGN
+    if padding:
+        x = jnp.pad(x, ((0, padding), (0, 0)))
+    return _gated_product(x, w, tuning=tuning)[:tokens]
