@@ -119,7 +119,9 @@ def _run_layers(
 
     last = jnp.clip(row_starts + rows["count"] - 1, 0, bucket.tokens - 1)
     wanted = last if only_last and bucket.prefill_tokens else None  # without prompts these are all there are, in order
-    ops = Operations(Partial(attend, meta), Partial(backend.add_norm), Partial(backend.parts))
+    ops = Operations(
+        Partial(attend, meta), Partial(backend.add_norm), Partial(backend.parts), Partial(backend.gated_product)
+    )
     hidden, kv = model.forward(tokens, meta.positions, kv, ops, wanted)
     return hidden, last, meta, kv, page_table
 

@@ -22,6 +22,7 @@ HF = {
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
     "max_position_embeddings": 512,
 }  # fmt: skip
+NARROW_HEADS = HF | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
 WIDE = HF | {"hidden_size": 2048}  # so that no activation in 32 bits is as large as a weight in 8
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 
@@ -45,14 +46,15 @@ def large_copies(hlo: str, least_bytes: int, *, moves: tuple[str, ...] = MOVES) 
     return found
 
 
-def compiled(backend: str, kind: Kind, mixed: bool, quantization: str | None = None) -> tuple[str, Programs, int]:
+def compiled(
+    backend: str, kind: Kind, mixed: bool, hf: dict = HF, quantization: str | None = None
+) -> tuple[str, Programs, int]:
     """A program's HLO, and how many arrays it is given to keep."""
     device = jax.devices()[0]
     config = EngineConfig(
         max_num_seqs=ROWS, max_num_batched_tokens=ROWS + CHUNK, attention_backend=backend,
         dtype="float32" if device.platform == "cpu" else "bfloat16", quantization=quantization,
     )  # fmt: skip
-    hf = WIDE if quantization else HF
     deployment, mesh = resolve_deployment(config, hf, device.platform, device.device_kind), mesh_of(devices())
     programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
     (size,) = [
@@ -64,8 +66,8 @@ def compiled(backend: str, kind: Kind, mixed: bool, quantization: str | None = N
     return program.as_text(), programs, len(programs.flat((kind, size), PAGES, 512)[2])
 
 
-def check(backend: str, kind: Kind, mixed: bool) -> None:
-    hlo, programs, donated = compiled(backend, kind, mixed)
+def check(backend: str, kind: Kind, mixed: bool, hf: dict) -> None:
+    hlo, programs, donated = compiled(backend, kind, mixed, hf)
     itemsize, model = jnp.dtype(programs.deployment.dtype).itemsize, programs.model
     weight = model.hidden_size * model.num_heads * model.head_dim * itemsize  # o, the smallest matrix
     pool = 2 * PAGES * model.num_kv_heads * programs.deployment.page_size * model.head_dim * itemsize
@@ -75,7 +77,7 @@ def check(backend: str, kind: Kind, mixed: bool) -> None:
 
 
 def check_quantized(backend: str, kind: Kind, mixed: bool, quantization: str) -> None:
-    hlo, programs, _ = compiled(backend, kind, mixed, quantization)
+    hlo, programs, _ = compiled(backend, kind, mixed, WIDE, quantization)
     model = programs.model
     weight = model.hidden_size * model.num_heads * model.head_dim  # bytes; o, the smallest matrix
     assert (ROWS + CHUNK) * max(2 * model.ffn_size, model.qkv_size, model.hidden_size) * 4 < weight
@@ -98,24 +100,40 @@ def test_a_copy_is_found():
     assert large_copies(f"ENTRY %main {turned}", 8)
 
 
+HEADS = pytest.mark.parametrize("hf", [HF, NARROW_HEADS], ids=["128", "64"])
+
+
+@HEADS
 @pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
-def test_a_step_on_a_cpu_copies_neither_weights_nor_pools(mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_on_a_cpu_copies_neither_weights_nor_pools(
+    mixed: bool, hf: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     if jax.devices()[0].platform != "cpu":
         pytest.skip("this host computes on something else")
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
-    check("reference", Kind.FORWARD, mixed)
+    check("reference", Kind.FORWARD, mixed, hf)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
+def test_a_quantized_step_on_a_cpu_neither_copies_nor_widens_weights(
+    mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if jax.devices()[0].platform != "cpu":
+        pytest.skip("this host computes on something else")
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
     check_quantized("reference", Kind.FORWARD, mixed, "int8")
 
 
 @pytest.mark.gpu
+@HEADS
 @pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])
 @pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.FORWARD])
 @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
 def test_a_step_on_a_gpu_copies_neither_weights_nor_pools(
-    backend: str, kind: Kind, mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, kind: Kind, mixed: bool, hf: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
-    check(backend, kind, mixed)
+    check(backend, kind, mixed, hf)
 
 
 @pytest.mark.gpu

@@ -63,11 +63,12 @@ class AddNorm(Protocol):
 
 
 class Operations(NamedTuple):
-    """What a backend does for a layer, besides the products, and how it wants those that its add_norm takes."""
+    """What a backend does for a layer, besides most products, and how it wants those that its add_norm takes."""
 
     attend: Attend
     add_norm: AddNorm
     parts: Callable[[int, int, int], int]  # (T, out, in) -> n; a jax.tree_util.Partial, too
+    gated_product: Callable[[Array, Array], Array]  # (x [T, D], w [2F, D]) -> [T, F]; likewise
 
 
 def matmul(
@@ -279,10 +280,11 @@ def gated_mlp(
     config: ModelConfig, w: dict[str, Array], x: Float[Array, "T D"], ops: Operations
 ) -> Float[Array, "*n T D"]:
     """SwiGLU (arXiv:2002.05202)."""
-    gate_up = matmul(x, w["gate_up"], w.get("gate_up_scale"))
-    if "gate_up_bias" in w:
-        gate_up = gate_up + w["gate_up_bias"]
-    gate, up = jnp.split(gate_up, 2, axis=-1)
+    bias, scale = w.get("gate_up_bias"), w.get("gate_up_scale")
+    if bias is None and scale is None:
+        return block_output(config, w, "down", ops.gated_product(x, w["gate_up"]), ops)
+    both = matmul(x, w["gate_up"], scale)
+    gate, up = jnp.split(both if bias is None else both + bias, 2, axis=-1)
     return block_output(config, w, "down", jax.nn.silu(gate) * up, ops)
 
 

@@ -9,10 +9,7 @@ top of it.
     the other in shared memory and are the operand of one wgmma. Each of two compute warpgroups takes 64 tokens.
   - One CTA per multiprocessor goes from tile to tile. A memory warpgroup fills a ring of K steps by TMA, and is at the
     next tile's while this one's epilogue runs.
-  - The second compute warpgroup keeps some steps behind the first. So one multiplies while the other does its epilogue:
-    128 * 128 exponentials and square roots take as long as two steps.
-  - CTAs go in pairs: neighbours along the tokens share the rows of w, neighbours along the columns those of x. Each
-    fetches half of them for both. Without that, what goes from the L2 cache to shared memory is what limits.
+  - CTAs go in pairs, neighbours along the tokens, that share the rows of w: each fetches half of them for both.
   - Tiles are taken token tiles first within a group of token tiles, so that what runs side by side fits the L2 cache.
 """
 
@@ -29,43 +26,55 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxserve.pallas_kernels import reference
 from jaxserve.pallas_kernels.add_norm_mosaic_gpu import DTYPES, MULTIPROCESSORS
 from jaxserve.shapes import ceil_div
 
 ALIGN = 8  # rows that a TMA copy of a swizzled tile moves together
-WG_ROWS = 64  # the M of a wgmma
+TOKENS = 128  # of a tile of out
+WARPGROUPS = 2  # that multiply, each half of a tile's tokens
+LEAST_TOKENS = 256  # with fewer, reading w is what takes the time
 STEP = 64  # of the K axis: 128 bytes, the widest swizzle
 LOG2E = math.log2(math.e)
-PAIRS = (None, "tokens", "columns")
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the work is cut. What counts is waves of full tiles over all multiprocessors, and few bytes per product."""
+    """How the work is cut."""
 
-    tokens: int = 128  # of a tile of out
     columns: int = 128  # of a tile of out: its product is twice as wide
-    warpgroups: int = 2  # that multiply
+    pair: bool = True  # two CTAs share w
     stages: int = 4  # K steps in flight
-    lead: int = 2  # K steps by which a warpgroup is ahead of the next one; 0: as it comes
-    pair: str | None = "tokens"  # along which axis the two CTAs of a cluster are neighbours; None: no clusters
     group: int = 8  # token tiles (or pairs of them) that share what of w is in the L2 cache
     multiprocessors: int = MULTIPROCESSORS  # of the card: each has one CTA
 
     def __post_init__(self) -> None:
-        if self.tokens % (WG_ROWS * self.warpgroups):
-            raise ValueError(f"Tuning.tokens must be a multiple of {WG_ROWS} for each of {self.warpgroups} warpgroups")
         if self.columns % 16 or not 16 <= self.columns <= 128:
             raise ValueError(f"Tuning.columns must be a multiple of 16 up to 128, got {self.columns}")
-        if not 0 <= self.lead * (self.warpgroups - 1) < self.stages:
-            raise ValueError(f"Tuning.lead must keep all warpgroups within {self.stages} stages, got {self.lead}")
-        if self.pair not in PAIRS:
-            raise ValueError(f"Tuning.pair must be one of {PAIRS}, got {self.pair!r}")
 
     @property
-    def cluster(self) -> tuple[int, int]:
-        """CTAs of a cluster along tokens and columns."""
-        return {None: (1, 1), "tokens": (2, 1), "columns": (1, 2)}[self.pair]
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return 2 if self.pair else 1
+
+    def tiles(self, tokens: int, columns: int) -> tuple[int, int]:
+        """Tiles of a cluster that cover out [tokens, columns]: how many along each axis."""
+        return ceil_div(tokens, TOKENS * self.ctas), ceil_div(columns, self.columns)
+
+    def fill(self, tokens: int, columns: int) -> float:
+        """What part of all waves of tiles is needed for out [tokens, columns]."""
+        clusters = self.multiprocessors // self.ctas
+        waves = ceil_div(math.prod(self.tiles(tokens, columns)), clusters)
+        return tokens * columns / (waves * clusters * self.ctas * TOKENS * self.columns)
+
+
+def tuning_for(tokens: int, columns: int) -> Tuning:
+    """The one whose waves are fullest, where narrow tiles count for a little less, and those without a pair."""
+
+    def worth(tuning: Tuning) -> float:
+        return tuning.fill(tokens, columns) * tuning.columns / (tuning.columns + 8) * (1 if tuning.pair else 0.99)
+
+    return max((Tuning(wide, pair) for wide in (128, 112, 96, 80) for pair in (True, False)), key=worth)
 
 
 def _silu(gate: Array) -> Array:
@@ -78,38 +87,34 @@ def _body(
     w_ref,  # [2F, D]
     out_ref,  # [T, F]
     *,
-    x_smem,  # [stages, tokens, STEP]
+    x_smem,  # [stages, TOKENS, STEP]
     w_smem,  # [stages, 2 * columns, STEP]
-    out_smem,  # [warpgroups, tokens / warpgroups, columns]
+    out_smem,  # [WARPGROUPS, TOKENS / WARPGROUPS, columns]
     full,  # barrier[stages]
     free,  # barrier[stages], of all CTAs of the cluster
-    ahead,  # barrier[warpgroups - 1]; None: no lead
     tuning: Tuning,
 ):
-    tokens, columns, stages = tuning.tokens, tuning.columns, tuning.stages
+    columns, stages = tuning.columns, tuning.stages
     steps, out_columns = x_ref.shape[1] // STEP, out_ref.shape[1]
-    lead = min(tuning.lead, steps - 1)
-    num_tiles = _tiles(out_ref.shape, tuning)
+    num_tiles = tuning.tiles(*out_ref.shape)
     cluster, clusters = lax.axis_index("cluster"), jnp.int32(lax.axis_size("cluster"))
     warpgroup = lax.axis_index("warpgroup")
     count = lax.div(math.prod(num_tiles) - cluster + clusters - 1, clusters)  # tiles of this cluster
 
     def corner(i):
         """First token and first column of this CTA's i-th tile."""
-        tile = cluster + i * clusters
-        token, column = _ordered(tile, num_tiles, tuning.group)
-        if tuning.pair is not None:
-            rank = lax.axis_index("pair")
-            token, column = (n * size + (rank if size > 1 else 0) for n, size in zip((token, column), tuning.cluster))
-        return token * tokens, column * columns
+        token, column = _ordered(cluster + i * clusters, num_tiles, tuning.group)
+        if tuning.pair:
+            token = 2 * token + lax.axis_index("pair")
+        return token * TOKENS, column * columns
 
     def slot_of(step):
         return lax.rem(step, jnp.int32(stages))
 
-    @pl.when(warpgroup == tuning.warpgroups)
+    @pl.when(warpgroup == WARPGROUPS)
     def _fetch():
         plgpu.set_max_registers(40, action="decrease")
-        shared = {tuning.pair: "pair"} if tuning.pair else {}
+        by_both = {"collective_axes": "pair"} if tuning.pair else {}
 
         @pl.loop(0, count)
         def _(i):
@@ -124,15 +129,10 @@ def _body(
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
-                plgpu.copy_gmem_to_smem(
-                    x_ref.at[pl.ds(token, tokens), depth], x_smem.at[slot], full.at[slot],
-                    collective_axes=shared.get("columns"),
-                )  # fmt: skip
+                plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token, TOKENS), depth], x_smem.at[slot], full.at[slot])
                 for first, part in ((0, 0), (out_columns, columns)):
-                    plgpu.copy_gmem_to_smem(
-                        w_ref.at[pl.ds(first + column, columns), depth], w_smem.at[slot, pl.ds(part, columns)],
-                        full.at[slot], collective_axes=shared.get("tokens"),
-                    )  # fmt: skip
+                    source, place = pl.ds(first + column, columns), pl.ds(part, columns)
+                    plgpu.copy_gmem_to_smem(w_ref.at[source, depth], w_smem.at[slot, place], full.at[slot], **by_both)
 
         total = count * steps
 
@@ -140,42 +140,27 @@ def _body(
         def _(step):  # stay until the other CTA, too, is done with what it gets from here
             plgpu.barrier_wait(free.at[slot_of(step)])
 
-    @pl.when(warpgroup < tuning.warpgroups)
+    @pl.when(warpgroup < WARPGROUPS)
     def _multiply():
-        plgpu.set_max_registers((512 - 40) // tuning.warpgroups // 8 * 8, action="increase")
-        rows = tokens // tuning.warpgroups
+        plgpu.set_max_registers(232, action="increase")
+        rows = TOKENS // WARPGROUPS
 
         @pl.loop(0, count)
         def _(i):
-            if lead:
-
-                @pl.when(warpgroup > 0)
-                def _():
-                    plgpu.barrier_wait(ahead.at[warpgroup - 1])
-
             def multiply(acc, k):
                 slot = slot_of(i * steps + k)
                 plgpu.barrier_wait(full.at[slot])
                 plgpu.wgmma(acc, x_smem.at[slot, pl.ds(warpgroup * rows, rows)], w_smem.at[slot].T)
 
-            def multiply_more(acc, begin, end):
-                @pl.loop(begin, end)
+            def product(acc):
+                multiply(acc, 0)
+
+                @pl.loop(1, steps)
                 def _(k):
                     multiply(acc, k)
                     plgpu.wgmma_wait(1)
                     plgpu.barrier_arrive(free.at[slot_of(i * steps + k - 1)])
 
-            def product(acc):
-                multiply(acc, 0)
-                if lead > 1:
-                    multiply_more(acc, 1, lead)
-                if lead:
-
-                    @pl.when(warpgroup < tuning.warpgroups - 1)
-                    def _():
-                        plgpu.barrier_arrive(ahead.at[warpgroup])
-
-                multiply_more(acc, max(lead, 1), steps)
                 return acc[...]
 
             both = pl.run_scoped(product, plgpu.ACC((rows, 2 * columns), jnp.float32))
@@ -189,12 +174,6 @@ def _body(
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], place)
 
         plgpu.wait_smem_to_gmem(0)
-
-
-def _tiles(shape: tuple[int, int], tuning: Tuning) -> tuple[int, int]:
-    """Tiles of a cluster that cover out of that shape: how many along each axis."""
-    along_tokens, along_columns = tuning.cluster
-    return ceil_div(shape[0], tuning.tokens * along_tokens), ceil_div(shape[1], tuning.columns * along_columns)
 
 
 def _ordered(tile: Any, num_tiles: tuple[int, int], group: int) -> tuple[Any, Any]:
@@ -211,8 +190,7 @@ def _ordered(tile: Any, num_tiles: tuple[int, int], group: int) -> tuple[Any, An
 def _gated_product(x: Array, w: Array, *, tuning: Tuning) -> Array:
     """x [T, D], T a multiple of 8; w [2F, D] -> [T, F]."""
     out_shape = (x.shape[0], w.shape[0] // 2)
-    warpgroups, stages = tuning.warpgroups, tuning.stages
-    ctas = math.prod(tuning.cluster)
+    stages = tuning.stages
 
     def tiled(*shape: int):
         width = math.gcd(shape[-1], 64)
@@ -221,21 +199,20 @@ def _gated_product(x: Array, w: Array, *, tuning: Tuning) -> Array:
 
     shared = partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if tuning.pair else plgpu.Barrier
     scratch = {
-        "x_smem": tiled(stages, tuning.tokens, STEP),
+        "x_smem": tiled(stages, TOKENS, STEP),
         "w_smem": tiled(stages, 2 * tuning.columns, STEP),
-        "out_smem": tiled(warpgroups, tuning.tokens // warpgroups, tuning.columns),
+        "out_smem": tiled(WARPGROUPS, TOKENS // WARPGROUPS, tuning.columns),
         "full": plgpu.Barrier(num_barriers=stages, num_arrivals=3),
-        "free": shared(num_barriers=stages, num_arrivals=warpgroups),
-        "ahead": plgpu.Barrier(num_barriers=warpgroups - 1) if tuning.lead and warpgroups > 1 else None,
+        "free": shared(num_barriers=stages, num_arrivals=WARPGROUPS),
     }
     kernel = plgpu.kernel(
         partial(_body, tuning=tuning),
         out_type=jax.ShapeDtypeStruct(out_shape, x.dtype),
         scratch_types=scratch,
-        grid=(min(tuning.multiprocessors // ctas, math.prod(_tiles(out_shape, tuning))),),
+        grid=(min(tuning.multiprocessors // tuning.ctas, math.prod(tuning.tiles(*out_shape))),),
         grid_names=("cluster",),
-        **({"cluster": (ctas,), "cluster_names": ("pair",)} if tuning.pair else {}),
-        num_threads=warpgroups + 1,
+        **({"cluster": (2,), "cluster_names": ("pair",)} if tuning.pair else {}),
+        num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name="gated_product",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -248,12 +225,21 @@ def supports(tokens: int, size: int, columns: int, dtype: str) -> bool:
     return tokens > 0 and size % STEP == 0 and size >= 2 * STEP and columns % 64 == 0 and dtype in DTYPES
 
 
-def gated_product(x: Array, w: Array, *, tuning: Tuning = Tuning()) -> Array:
-    """silu(x @ gate.T) * (x @ up.T), the products and silu in f32: x [T, D], w [2F, D] = gate, then up -> [T, F]."""
+def multiply(x: Array, w: Array, tuning: Tuning) -> Array:
+    """silu(x @ gate.T) * (x @ up.T), the products and silu in f32: x [T, D], w [2F, D] = gate, then up -> [T, F].
+
+    Raises ValueError for what `supports` denies.
+    """
     tokens, size = x.shape
     if x.dtype != w.dtype or w.shape[1] != size or not supports(tokens, size, w.shape[0] // 2, str(x.dtype)):
         raise ValueError(f"gated product on mosaic_gpu: cannot multiply {x.dtype}{x.shape} by {w.dtype}{w.shape}")
-    padding = -tokens % ALIGN
-    if padding:
-        x = jnp.pad(x, ((0, padding), (0, 0)))
+    x = jnp.pad(x, ((0, -tokens % ALIGN), (0, 0)))
     return _gated_product(x, w, tuning=tuning)[:tokens]
+
+
+def gated_product(x: Array, w: Array) -> Array:
+    """As `reference.gated_product`, which takes what has too few tokens or no even shape."""
+    (tokens, size), columns = x.shape, w.shape[0] // 2
+    if tokens < LEAST_TOKENS or not supports(tokens, size, columns, str(x.dtype)):
+        return reference.gated_product(x, w)
+    return multiply(x, w, tuning_for(tokens, columns))

@@ -40,6 +40,7 @@ class Backend:
     add_norm(x [T, D], delta [T, D] or None, weight [D], eps) -> x + delta, its RMSNorm. delta may be float32 parts
         [n, T, D] of a product.
     parts(T, out, in) -> n: how many it is best made of; 1: none.
+    gated_product(x [T, D], w [2F, D]) -> [T, F]: `reference.gated_product`.
     stored_head_dim(H): how wide a page of `kv` is; what lies past H is 0.
     lowered_for: the kind of device that kernels are lowered for where the real one is elsewhere; None: its own.
     """
@@ -53,6 +54,7 @@ class Backend:
     halves: tuple[Callable[..., tuple[Array, KVPages]], Callable[..., Array]]
     add_norm: Callable[..., tuple[Array, Array]] = reference.add_norm
     parts: Callable[[int, int, int], int] = reference.parts
+    gated_product: Callable[[Array, Array], Array] = reference.gated_product
     stored_head_dim: Callable[[int], int] = lambda head_dim: head_dim
     lowered_for: str | None = None
 
@@ -146,6 +148,7 @@ def _why_not_mosaic_gpu(device: Device) -> str | None:
 def _make_mosaic_gpu(device: Device) -> Backend:
     from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
     from jaxserve.pallas_kernels.add_norm_mosaic_gpu import add_norm, parts
+    from jaxserve.pallas_kernels.gated_product_mosaic_gpu import gated_product
     from jaxserve.pallas_kernels.kernel_hash import make_kernel_hashes_stable
     from jaxserve.pallas_kernels.rope_write_mosaic_gpu import rope_and_write
 
@@ -160,6 +163,7 @@ def _make_mosaic_gpu(device: Device) -> Backend:
         halves=(rope_and_write, kernel.attention),
         add_norm=add_norm,
         parts=parts,
+        gated_product=gated_product,
         stored_head_dim=kernel.stored_head_dim,
     )
 

@@ -203,6 +203,17 @@ def add_norm(x: Array, delta: Array | None, weight: Array, eps: float) -> tuple[
     return x, (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
+def gated_product(x: Array, w: Array) -> Array:
+    """SwiGLU before its last product (arXiv:2002.05202): silu(x @ gate.T) * (x @ up.T) of x [T, D] -> [T, F].
+
+    w [2F, D] are the rows of gate, then those of up.
+    """
+    precision = lax.Precision.HIGHEST if w.dtype == jnp.float32 else None
+    both = lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=x.dtype)
+    gate, up = jnp.split(both, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
 def parts(rows: int, out: int, size: int) -> int:
     """Into how many parts a product of x [rows, size] and w [out, size] is split for `add_norm` to add up: one."""
     return 1

@@ -22,7 +22,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.models.layers import Operations, matmul
 from jaxserve.models.loading import load_model
 from jaxserve.models.registry import ARCHITECTURES, resolve
-from jaxserve.pallas_kernels.reference import add_norm, parts
+from jaxserve.pallas_kernels.reference import add_norm, gated_product, parts
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 CASES = sorted(path.parent.name for path in GOLDENS.glob("*/config.json"))
@@ -201,7 +201,7 @@ def test_no_weight_is_copied_in_a_step(tokens, tied):
     def run(params, ids):
         decoder = nnx.merge(model.graphdef, params)
         attend = Partial(lambda qkv, kv_l, rope, **_: (qkv[:, :64], kv_l))
-        ops = Operations(attend, Partial(add_norm), Partial(parts))
+        ops = Operations(attend, Partial(add_norm), Partial(parts), Partial(gated_product))
         hidden, _ = decoder.forward(ids, ids, [None] * 2, ops)
         return decoder.logits(hidden)
 

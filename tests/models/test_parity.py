@@ -43,7 +43,9 @@ def attend_to_all(qkv, kv_l, rope, *, num_heads, scale, sliding_window, softcap,
     return jnp.einsum("nqk,knh->qnh", weights, v), kv_l
 
 
-OPS = Operations(Partial(attend_to_all), Partial(reference.add_norm), Partial(reference.parts))
+OPS = Operations(
+    Partial(attend_to_all), Partial(reference.add_norm), Partial(reference.parts), Partial(reference.gated_product)
+)
 
 
 def load(case: str) -> LoadedModel:

@@ -105,16 +105,14 @@ def test_residual_and_norm_equal_the_reference(rows, size, parts):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(
-    "how", [{}, {"pair": None, "lead": 0}, {"pair": "columns", "columns": 112}, {"columns": 48, "stages": 6}], ids=str
-)
+@pytest.mark.parametrize("how", [{}, {"pair": False}, {"columns": 112}, {"columns": 80}], ids=str)
 @pytest.mark.parametrize(("rows", "size", "columns"), [(21, 128, 64), (256, 1536, 8960), (577, 896, 4864)])
 def test_gated_product_equals_float32(rows, size, columns, how, dtype):
     rng = np.random.default_rng(rows)
     x = jnp.asarray(rng.normal(size=(rows, size)), dtype)
     w = jnp.asarray(rng.normal(size=(2 * columns, size)) * size**-0.5, dtype)
     tuning = gated_product_mosaic_gpu.Tuning(**how)
-    got = jax.jit(partial(gated_product_mosaic_gpu.gated_product, tuning=tuning))(x, w)
+    got = jax.jit(partial(gated_product_mosaic_gpu.multiply, tuning=tuning))(x, w)
     gate, up = np.split(np.asarray(x, np.float32) @ np.asarray(w, np.float32).T, 2, axis=-1)
     rounding = {"bfloat16": 2**-8, "float16": 2**-11}[dtype]
     np.testing.assert_allclose(np.asarray(got, np.float32), gate / (1 + np.exp(-gate)) * up, rtol=rounding, atol=1e-4)
