@@ -113,7 +113,7 @@ class Runner:
             self._warm_up(tracers)  # while memory is free: XLA tries kernels out
         new_kv = on_each(lambda: programs.new_kv(self.pool.num_pages), mesh, (), KV_PAGES)
         self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
-        self._kv = self._make_kv()
+        self._kv = jax.block_until_ready(self._make_kv())  # what does not fit is to fail now, not in the first step
         new_state = jax.jit(programs.new_state, static_argnums=0, out_shardings=place(mesh))
         self._state = new_state(self.pool.max_model_len)
         extras = self._state.extras
@@ -153,7 +153,7 @@ class Runner:
                 self._weights[i] = None
 
     def restore_kv_cache(self) -> None:
-        self._kv = self._make_kv()
+        self._kv = jax.block_until_ready(self._make_kv())
 
     def restore_weights(self, load: Callable[[], LoadedModel]) -> None:
         """Weights go back to the device: from host memory or, if they were dropped, what `load` loads."""

@@ -57,7 +57,6 @@ from jaxserve.sampling_inputs import set_slot as set_slot
 from jaxserve.sharding import gather, this_shard
 
 MIN_TEMPERATURE = 0.01  # lower ones that are not greedy are raised to it
-MOST_IN_CHUNK = 1024  # columns of a row that a block of a GPU reduces
 NUM_CANDIDATES = 128  # per row; a top_k below it is served from them alone
 GROUP = 32  # columns per group, where the best of a row are looked for in its best groups
 HISTORY_CHUNK = 1024  # tokens of history counted at once
@@ -279,27 +278,7 @@ def argmax(x: Float32[Array, "S V"]) -> Int32[Array, " S"]:
     def one_pass(x: Float32[Array, "S V"]) -> Int32[Array, " S"]:
         return jnp.argmax(x, axis=-1).astype(jnp.int32)
 
-    return lax.platform_dependent(x, cpu=by_group, cuda=_argmax_by_chunk, default=one_pass)
-
-
-def _argmax_by_chunk(x: Float32[Array, "S V"]) -> Int32[Array, " S"]:
-    """As jnp.argmax, in two steps: XLA gives each row of a reduction to one block of threads of a GPU, which are too
-    few to read as fast as memory can.
-    """
-    rows, size = x.shape
-    chunk = max(divisor for divisor in range(1, MOST_IN_CHUNK + 1) if size % divisor == 0)
-    best = x.reshape(rows, -1, chunk), lax.broadcasted_iota(jnp.int32, (rows, size), 1).reshape(rows, -1, chunk)
-    for _ in range(2):
-        best = lax.reduce(best, (jnp.float32(-jnp.inf), jnp.int32(size)), _better, (best[0].ndim - 1,))
-    return best[1]
-
-
-def _better(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Of two (value, id): that with the larger value, of equal ones that with the lower id; NaN is the largest."""
-    larger = (a[0] > b[0]) | jnp.isnan(a[0])
-    equal = (a[0] == b[0]) | (jnp.isnan(a[0]) & jnp.isnan(b[0]))
-    first = jnp.where(equal, a[1] < b[1], larger)
-    return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+    return lax.platform_dependent(x, cpu=by_group, default=one_pass)
 
 
 def _least_best(score: Float32[Array, "S n"], ids: Int32[Array, "#S n"]) -> Int32[Array, " S"]:

@@ -33,7 +33,7 @@ from jaxserve.shapes import ceil_div
 ALIGN = 8  # rows that a TMA copy of a swizzled tile moves together
 TOKENS = 128  # of a tile of out
 WARPGROUPS = 2  # that multiply, each half of a tile's tokens
-LEAST_TOKENS = 256  # with fewer, reading w is what takes the time
+LEAST_TOKENS = 128  # with fewer, half of a tile would be idle
 STEP = 64  # of the K axis: 128 bytes, the widest swizzle
 LOG2E = math.log2(math.e)
 

@@ -51,7 +51,8 @@ def test_facts(checkpoint, tokenizer):
 def test_greedy_tokens_and_logprobs_equal_transformers():
     """All at once, in chunks beside rows that decode; up to where the best two tokens are a tie."""
     llm = LLM(dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=80)
-    assert agreement(llm, tie=1e-3, tolerance=1e-3) >= 0.9
+    share, _ = agreement(llm, tie=1e-3, tolerance=1e-3)
+    assert share >= 0.9
 
 
 @pytest.mark.slow
@@ -78,39 +79,50 @@ def test_a_quantized_model_expects_the_texts_as_much(quantization: str, monkeypa
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("backend", ["mosaic_gpu", "triton"])
 def test_greedy_tokens_on_a_gpu_equal_transformers_but_for_rounding(backend: str):
-    """In bfloat16, alone and in a batch of 64. On a CPU its logprobs are off by up to 0.11, and tokens differ where the
-    best two are 0.08 apart.
+    """In bfloat16, alone and in a batch of 64. On a CPU its logprobs are off by up to 0.11, tokens differ where the best
+    two are 0.08 apart, and alone and among 64 where they are up to 0.141 apart.
     """
     llm = LLM(
         dtype="bfloat16", attention_backend=backend, enforce_eager=True, max_model_len=512, max_num_seqs=64,
         max_num_batched_tokens=144, gpu_memory_utilization=0.3,
     )  # fmt: skip
-    assert agreement(llm, tie=0.15, tolerance=0.2) >= 0.5
-    assert same_in_a_batch(llm, tie=0.15) >= 0.5  # on a CPU they part where the best two are up to 0.141 apart
+    share, error = agreement(llm, tie=0.15, tolerance=0.2)
+    assert share >= 0.5
+    # The products of one row and of 64 are summed up in another order. Each logprob is off by up to `error`, of the best
+    # two tokens both, so that where they are twice as near as that the other one may be said.
+    same, part_at = same_in_a_batch(llm)
+    print(
+        f"{backend}: {share:.0%} as in float32, logprobs off by up to {error:.3f}; {same:.0%} as alone, up to {part_at:.3f}"
+    )
+    assert part_at <= 2 * error and same >= 0.5
 
 
-def same_in_a_batch(llm: LLM, *, tie: float) -> float:
-    """Share of the tokens said alone that are said among 64 prompts, up to where the best two are as near as `tie`."""
+def same_in_a_batch(llm: LLM) -> tuple[float, float]:
+    """Share of the tokens said alone that are said among 64 prompts, up to where they part, and how far apart the best
+    two are there at most.
+    """
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=2)
     prompts = [{"prompt_token_ids": DEMO[i % len(DEMO)]["prompt_ids"]} for i in range(64)]
     alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0] for prompt in prompts[: len(DEMO)]]
-    same = 0
+    same, part_at = 0, 0.0
     for i, output in enumerate(llm.generate(prompts, params, use_tqdm=False)):
         own = alone[i % len(DEMO)]
         for got, want, chosen in zip(output.outputs[0].token_ids, own.token_ids, own.logprobs, strict=True):
             if got != want:
                 first, second = sorted((entry.logprob for entry in chosen.values()), reverse=True)[:2]
-                assert first - second <= tie, f"prompt {i}: {got} in the batch, {want} alone: {chosen}"
+                part_at = max(part_at, first - second)
                 break
             same += 1
-    return same / (48 * len(prompts))
+    return same / (48 * len(prompts)), part_at
 
 
-def agreement(llm: LLM, *, tie: float, tolerance: float) -> float:
-    """Share of the goldens' tokens that were said, up to where the best two are no further apart than `tie`."""
+def agreement(llm: LLM, *, tie: float, tolerance: float) -> tuple[float, float]:
+    """Share of the goldens' tokens that were said, up to where the best two are no further apart than `tie`, and the
+    largest error of their logprobs.
+    """
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=0)
     prompts = [{"prompt_token_ids": entry["prompt_ids"]} for entry in DEMO]
-    compared = 0
+    compared, error = 0, 0.0
     for entry, output in zip(DEMO, llm.generate(prompts, params, use_tqdm=False), strict=True):
         said = output.outputs[0]
         for got, want, margin, chosen, logprob in zip(
@@ -119,6 +131,7 @@ def agreement(llm: LLM, *, tie: float, tolerance: float) -> float:
             if got != want:
                 assert margin <= tie, f"{got} in place of {want}, margin {margin}: {entry['prompt']!r}"
                 break
-            assert abs(chosen[got].logprob - logprob) <= tolerance, f"{got} of {entry['prompt']!r}"
+            error = max(error, abs(chosen[got].logprob - logprob))
+            assert error <= tolerance, f"{got} of {entry['prompt']!r}"
             compared += 1
-    return compared / (48 * len(DEMO))
+    return compared / (48 * len(DEMO)), error
