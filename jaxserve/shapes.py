@@ -74,7 +74,7 @@ def make_buckets(
     """All buckets of an engine, smallest first; the largest holds exactly the token budget.
 
     On a GPU sizes are spaced closely, because padding costs time there at any size; steps of prompts and decode rows
-    have a power of two of tokens, since the tiles of products then leave no gaps. On a TPU memory tiles have 8 rows,
+    have a multiple of 256 tokens, since the tiles of products then leave no gaps. On a TPU memory tiles have 8 rows,
     and up to some 250 tokens a step takes as long as reading the weights does; each program also takes some 50 MB of
     its memory. On a CPU they are few, because compiling is what costs. No bucket has fewer rows than `fewest_rows`.
     """
@@ -85,7 +85,7 @@ def make_buckets(
         rows = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, *range(768, max_num_seqs, 256)]
         sizes, max_chunks, chunk = [64, 256, 512, 1024, 2048, 4096], 64, 8
         pairs = [(64, max_num_seqs), (256, max_num_seqs), (512 - FEW_ROWS, FEW_ROWS)]
-        pairs += [(total - max_num_seqs, max_num_seqs) for total in (1024, 2048, 4096)]
+        pairs += [(total - max_num_seqs, max_num_seqs) for total in (768, 1024, 2048, 4096)]
     elif platform == "tpu":
         rows = [8, 32, 128, 512, 2048]
         sizes, max_chunks, chunk = [256, 1024, most], 16, 16
