@@ -287,6 +287,23 @@ def norm_job(deployment: Deployment, tokens: int) -> Job:
     return made._replace(pool=None, pools=1, prepare=lambda meta, _: meta)
 
 
+def gated_job(deployment: Deployment, tokens: int) -> Job:
+    """The products with gate and up, and the activation; the weights stand where others have a layer's KV pages."""
+    model, dtype, backend = deployment.model, jnp.dtype(deployment.dtype), deployment.backend
+    meta, num_pages = rows_of(deployment, 1, 1, tokens, decode=True)
+    weights = jax.ShapeDtypeStruct((2 * model.ffn_size, model.hidden_size), dtype)
+
+    def op(x: Array, w: Any, _: AttentionInput, __: dict[str, Array]) -> tuple[Array, Any]:
+        return backend.gated_product(x, w), w
+
+    made = job(
+        deployment, "gate, up and silu", f"{tokens} x {model.hidden_size} x {model.ffn_size}", op, meta=meta,
+        num_pages=num_pages, columns=(model.hidden_size,), unit="TFLOP/s", work=2.0 * tokens * weights.size,
+    )  # fmt: skip
+    pools = min(int(np.clip(POOL_BYTES / (weights.size * dtype.itemsize), 2, MAX_POOLS)), made.layers)
+    return made._replace(pool=weights, pools=pools, prepare=lambda meta, _: meta)
+
+
 def all_jobs(
     deployment: Deployment,
     decode: Iterable[tuple[int, int]],
@@ -299,4 +316,4 @@ def all_jobs(
         yield layer_job(deployment, rows, context)
     for chunks, new, context in prefill:
         yield attention_job(deployment, chunks, new, context, decode=False)
-    yield from (make(deployment, count) for make in (rope_job, norm_job) for count in tokens)
+    yield from (make(deployment, count) for make in (rope_job, norm_job, gated_job) for count in tokens)

@@ -21,7 +21,7 @@ KINDS = {  # flag -> pattern of its values, the pattern in words, default, doc
         r"(\d+)x(\d+)\+(\d+)", "CHUNKSxTOKENS+CONTEXT", "1x8192+0 16x512+2048 16x512+0",
         "prompt chunks, with the tokens before each",
     ),
-    "tokens": (r"(\d+)", "N", "1 8 64 256 8192", "tokens of a step, for rope and norm"),
+    "tokens": (r"(\d+)", "N", "1 8 64 256 8192", "tokens of a step, for rope, norm and the MLP's first products"),
 }  # fmt: skip
 HEAD = ("kernel", "shape", "us", "rate", "unit", "of the best")
 

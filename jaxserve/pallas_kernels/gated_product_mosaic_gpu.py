@@ -11,6 +11,15 @@ top of it.
     next tile's while this one's epilogue runs.
   - CTAs go in pairs, neighbours along the tokens, that share the rows of w: each fetches half of them for both.
   - Tiles are taken token tiles first within a group of token tiles, so that what runs side by side fits the L2 cache.
+
+Diary (H200, jax 0.11.2, bfloat16, normal numbers, sustained at the card's power limit; us; beside it XLA: cuBLAS's
+product with silu, and the product alone):
+    Llama-8B (D 4096, F 14336), T 128: 72.1 (74.8, 72.0)    256: 105.1 (117.6, 110.6)    512: 194.7 (203.1, 191.8)
+                                2048: 731 (773, 721)        8192: 2,935 (2,985, 2,836)   64: 73.1 (63.8), left to XLA
+    Qwen-1.5B (D 1536, F 8960), T 256: 32.1    512: 53.1 (56.6, 51.4)    8192: 716 (768, 675)
+    No pairs: 104.6 at 256, 2,954 at 8192. Pairs along the columns, which share x: 3 to 4% slower everywhere. The second
+    compute warpgroup kept two K steps behind the first, so that one multiplies while the other does its epilogue: no
+    difference, since it is power that limits, and no idle tensor core. Groups of 16: 2,956 at 8192.
 """
 
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
