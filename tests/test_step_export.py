@@ -11,6 +11,7 @@ from jax.sharding import AbstractDevice
 from jaxserve.config import EngineConfig
 from jaxserve.deployment import resolve_deployment
 from jaxserve.models.loading import model_shapes
+from jaxserve.pallas_kernels.gated_product_mosaic_gpu import LEAST_TOKENS
 from jaxserve.programs import Kind, Programs
 from jaxserve.shapes import Bucket, choose_bucket
 from jaxserve.sharding import devices, mesh_of
@@ -104,8 +105,9 @@ def test_it_lowers_for_cuda(
     module, donated = lowered(programs, kind, size, monkeypatch, tmp_path)
     kernels = len(set(re.findall(r'kernel_hash = "([^"]*)"', module))) + module.count("@__gpu$xla.gpu.triton")
     if isinstance(size, Bucket):
-        # All layers of a bucket share their kernels: rope and KV write; decode and its combine; prefill.
-        assert 2 <= kernels <= 1 + 2 * bool(size.decode_rows) + bool(size.prefill_tokens)
+        # All layers of a bucket share their kernels: rope and KV write; decode and its combine; prefill; gated product.
+        gated = programs.backend.name == "mosaic_gpu" and size.tokens >= LEAST_TOKENS
+        assert 2 + gated <= kernels <= 1 + 2 * bool(size.decode_rows) + bool(size.prefill_tokens) + gated
         assert len(donated) > LAYERS
     else:
         assert not kernels
