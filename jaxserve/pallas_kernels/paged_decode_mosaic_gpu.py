@@ -71,7 +71,8 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
 HEAD_ROWS = 8  # query heads of a tile: the least N of a wgmma, and what a TMA of the swizzled layout moves together
-MAX_SPLITS = 64  # partial results of a row: what one tile of the combine holds
+THREADS = 128  # of a warpgroup
+MAX_SPLITS = 64  # partial results of a row
 MULTIPROCESSORS = 132  # of an H100 or H200
 COMBINE_CTAS = 2 * MULTIPROCESSORS
 SHORT = 64  # KV tiles of a row that holds up nothing where each worker has ROWS_EACH rows
@@ -532,63 +533,79 @@ def _body(
 def _combine(
     splits_ref,  # i32[m, 2]
     num_splits_ref,  # i32[1]
-    o_ref,  # f32[slots, K, Gp, H]
+    o_ref,  # f32[slots, K, Gp * H]
     lse_ref,  # f32[slots, K, Gp]
     out_ref,  # [S, K, halves, G / halves, H] in place: the rows that are split
     *,
-    o_smem,  # f32[MAX_SPLITS, H]
-    lse_smem,  # f32[MAX_SPLITS, Gp]
-    row_smem,  # [H]
-    full,  # barrier[slots_per_row / 8]
+    out_smem,  # [heads of a unit * H]
+    slots_per_row: int,
     ctas: int,
 ):
-    """Weighs the partial results of one row and query head at a time, as one tile with a row for each."""
+    """Weighs the partial results of one row and one query head at a time, or two if they are narrower than a warpgroup.
+
+    All that a unit needs for up to 8 parts is asked for at once, before their number is known.
+    """
     _, kv_heads, halves, per_half, head_dim = out_ref.shape
-    blocks, heads = full.shape[0], kv_heads * halves * per_half
-    cta = lax.axis_index("cta")
+    (size,) = out_smem.shape
+    at_once = size // head_dim
+    units_per_half = ceil_div(per_half, at_once)
+    units = kv_heads * halves * units_per_half  # of a row
+    cta, layout = lax.axis_index("cta"), plgpu.Layout.WG_STRIDED((size,), vec_size=size // THREADS)
     turns = jnp.int32(1)
-    if splits_ref.shape[0] * heads > ctas:
-        turns = lax.div(num_splits_ref[0] * heads - cta + (ctas - 1), jnp.int32(ctas))
+    if splits_ref.shape[0] * units > ctas:
+        turns = lax.div(num_splits_ref[0] * units - cta + (ctas - 1), jnp.int32(ctas))
+
+    def along(values: list[Array]) -> Array:
+        """A number for each head, along their columns."""
+        wide = [lax.broadcast_in_dim(value, (size,), []) for value in values]
+        if at_once == 1:
+            return wide[0]
+        return jnp.where(plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=layout) < head_dim, *wide)
 
     @pl.loop(0, turns)
     def _(i):
-        unit = cta + i * ctas
-        nth, head = lax.div(unit, jnp.int32(heads)), lax.rem(unit, jnp.int32(heads))
-        kv_head, own = lax.div(head, jnp.int32(halves * per_half)), lax.rem(head, jnp.int32(halves * per_half))
-        half, own = lax.div(own, jnp.int32(per_half)), lax.rem(own, jnp.int32(per_half))
-        padded = half * HEAD_ROWS + own  # its place among the Gp heads of a partial result
-
-        def fetch(b: int) -> None:
-            source, rows = pl.ds(nth * (blocks * 8) + b * 8, 8), pl.ds(b * 8, 8)
-            plgpu.copy_gmem_to_smem(lse_ref.at[source, kv_head], lse_smem.at[rows], full.at[b])
-            plgpu.copy_gmem_to_smem(o_ref.at[source, kv_head, padded], o_smem.at[rows], full.at[b])
-
-        fetch(0)  # whatever is there, while the number of parts is still on its way
+        unit, parts = cta + i * ctas, []
+        for whole in (units, halves * units_per_half, units_per_half):
+            parts.append(lax.div(unit, jnp.int32(whole)))
+            unit = lax.rem(unit, jnp.int32(whole))
+        (nth, kv_head, half), first = parts, unit * at_once
+        place = half * HEAD_ROWS + first  # of the first head among the Gp of a partial result
         row, count = splits_ref[nth, 0], splits_ref[nth, 1]
-        for b in range(1, blocks):
-            pl.when(b * 8 < count)(partial(fetch, b))
-        for b in range(blocks):
-            pl.when((b == 0) | (b * 8 < count))(partial(plgpu.barrier_wait, full.at[b]))
 
-        def place(shape, axis):
-            return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+        def take(block: Any, state: tuple[Array, list[Array], list[Array]]) -> tuple[Array, list[Array], list[Array]]:
+            """Takes up to 8 parts in: (their weighed sum, the largest log2 and the sum of the weights by head)."""
+            acc, tops, totals = state
+            slots = [nth * slots_per_row + block * 8 + j for j in range(8)]
+            found = [
+                plgpu.load(o_ref.at[slot, kv_head, pl.ds(place * head_dim, size)], layout=layout, optimized=False)
+                for slot in slots
+            ]
+            lse = [[lse_ref[slot, kv_head, place + j] for slot in slots] for j in range(at_once)]
+            live = [block * 8 + j < count for j in range(8)]  # other slots hold anything
+            lse = [[jnp.where(is_live, x, reference.MASKED) for is_live, x in zip(live, own)] for own in lse]
+            new_tops = [functools.reduce(jnp.maximum, own, top) for own, top in zip(lse, tops)]
+            shrinks = [jnp.exp2(top - new) for top, new in zip(tops, new_tops)]
+            weights = [[jnp.exp2(x - top) for x in own] for own, top in zip(lse, new_tops)]
+            acc = acc * along(shrinks)
+            for j, x in enumerate(found):
+                x = jnp.where(lax.broadcast_in_dim(live[j], (size,), []), x, 0.0)
+                acc = acc + x * along([own[j] for own in weights])
+            totals = [sum(own, total * shrink) for own, total, shrink in zip(weights, totals, shrinks)]
+            return acc, new_tops, totals
 
-        # rows of the tile that were never loaded hold anything
-        lse = plgpu.load(lse_smem, layout=plgpu.Layout.WGMMA)
-        lse = jnp.where(place(lse.shape, 0) < count, lse, reference.MASKED)
-        weights = jnp.exp2(lse - lax.broadcast_in_dim(lse.max(axis=0), lse.shape, [1]))
-        weights = weights / lax.broadcast_in_dim(weights.sum(axis=0), lse.shape, [1])
-        weight = jnp.where(place(lse.shape, 1) == padded, weights, 0.0).sum(axis=1)  # f32[MAX_SPLITS]
-        for left in range(0, head_dim, 64):
-            part = plgpu.load(o_smem.at[:, pl.ds(left, 64)], layout=plgpu.Layout.WGMMA)
-            part = jnp.where(place(part.shape, 0) < count, part, 0.0) * lax.broadcast_in_dim(weight, part.shape, [0])
-            row_smem.at[pl.ds(left, 64)][...] = part.sum(axis=0).astype(row_smem.dtype)
+        zeros = plgpu.layout_cast(jnp.zeros((size,), jnp.float32), layout)
+        state = take(jnp.int32(0), (zeros, [jnp.float32(reference.MASKED)] * at_once, [jnp.float32(0)] * at_once))
+        acc, _, totals = lax.fori_loop(1, lax.div(count + 7, jnp.int32(8)), take, state)
+        out_smem[...] = (acc * along([1.0 / total for total in totals])).astype(out_smem.dtype)
         plgpu.commit_smem()
+        for j in range(at_once):
 
-        @pl.when(count > 1)
-        def _():
-            plgpu.copy_smem_to_gmem(row_smem, out_ref.at[row, kv_head, half, own])
-            plgpu.wait_smem_to_gmem(0)
+            @pl.when((count > 1) & (first + j < per_half))
+            def _(j=j):
+                place = out_ref.at[row, kv_head, half, first + j]
+                plgpu.copy_smem_to_gmem(out_smem.at[pl.ds(j * head_dim, head_dim)], place)
+
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _tiled(*shape: int, dtype: Any, columns: int | None = None):
@@ -658,21 +675,19 @@ def _attend(
         kv = jax.freeze(pages)
     if not partials:
         return out, kv
-    ctas = min(COMBINE_CTAS, work.splits.shape[0] * kv_heads * halves * per_half)
+    size = max(head_dim, THREADS)
+    units = work.splits.shape[0] * kv_heads * halves * ceil_div(per_half, size // head_dim)
+    ctas = min(COMBINE_CTAS, units)
     combine = plgpu.kernel(
-        partial(_combine, ctas=ctas),
+        partial(_combine, slots_per_row=cuts.slots_per_row, ctas=ctas),
         out_type=(),
-        scratch_types={
-            "o_smem": _tiled(MAX_SPLITS, head_dim, dtype=jnp.float32),
-            "lse_smem": _tiled(MAX_SPLITS, group, dtype=jnp.float32, columns=group),
-            "row_smem": plgpu.SMEM((head_dim,), dtype),
-            "full": plgpu.Barrier(num_barriers=cuts.slots_per_row // 8, num_arrivals=2),
-        },
+        scratch_types={"out_smem": plgpu.SMEM((size,), dtype)},
         grid=(ctas,),
         grid_names=("cta",),
         kernel_name="combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+    partials[0] = partials[0].reshape(*partials[0].shape[:2], -1)
     ref = jax.new_ref(out)
     combine(work.splits, work.num_splits, *partials, ref)
     return jax.freeze(ref), kv
