@@ -143,7 +143,9 @@ def _attention_input(
     decode_rows = jnp.where(count[:num_decode] > 0, jnp.arange(num_decode, dtype=jnp.int32), bucket.rows)
     index = jnp.arange(bucket.prefill_tokens, dtype=jnp.int32)
     # A chunk's row is the number of chunk ends at or before the token; past the last chunk it is padding.
-    prefill_rows = num_decode + jnp.searchsorted(cu_q_lens[1:], index, side="right").astype(jnp.int32)
+    # All are compared with all: searching is a loop, which the host would run through.
+    chunk = jnp.searchsorted(cu_q_lens[1:], index, side="right", method="compare_all")
+    prefill_rows = num_decode + chunk.astype(jnp.int32)
     prefill_rows = jnp.where(index < cu_q_lens[-1], prefill_rows, bucket.rows)
     token_rows = jnp.concatenate([decode_rows, prefill_rows])
     row_starts = jnp.concatenate([jnp.arange(num_decode, dtype=jnp.int32), num_decode + cu_q_lens[:-1]])

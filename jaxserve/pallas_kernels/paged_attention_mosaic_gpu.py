@@ -69,9 +69,9 @@ def attention(q: Array, kv: KVPages, meta: AttentionInput, **how: Any) -> Array:
     if q.shape[0] == split:
         return _decode(q, kv, meta, how)
     out = prefill.prefill_attention(q, kv, meta, first_token=split, **how)
-    return out.at[:split].set(_decode(q[:split], kv, meta, how)) if split else out
+    return _decode(q[:split], kv, meta, how, into=out) if split else out
 
 
-def _decode(q: Array, kv: KVPages, meta: AttentionInput, how: dict[str, Any]) -> Array:
+def _decode(q: Array, kv: KVPages, meta: AttentionInput, how: dict[str, Any], into: Array | None = None) -> Array:
     rows = q.shape[0]
-    return decode.decode_attention(q, kv, meta.page_table[:rows], meta.kv_lens[:rows], **how)
+    return decode.decode_attention(q, kv, meta.page_table[:rows], meta.kv_lens[:rows], into=into, **how)

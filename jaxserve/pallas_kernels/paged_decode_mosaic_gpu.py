@@ -623,7 +623,10 @@ def _attend(
     kv: KVPages, work: Work, page_table: Array, given: dict[str, Array], *,
     cuts: Cuts, scale: float, sliding_window: int | None, softcap: float | None, eps: float,
 ) -> tuple[Array, KVPages]:  # fmt: skip
-    """`given`: q, or qkv and what belongs to it, as `_body` names them -> out, as q there; kv with the new tokens."""
+    """`given`: q, or qkv and what belongs to it, as `_body` names them -> out, as q there; kv with the new tokens.
+
+    `given` may have an array `out` of more rows, which the results are written into, and which is donated.
+    """
     (_, kv_heads, _, page_size, head_dim), dtype = kv.shape, kv.dtype
     fused = "qkv" in given
     rows = page_table.shape[0]
@@ -636,7 +639,11 @@ def _attend(
     group = halves * HEAD_ROWS
     copies_per_tile = max(1, KV_TILE // page_size)
     stages = cuts.stages
-    out_type = {"out": jax.ShapeDtypeStruct((rows, kv_heads, halves, per_half, head_dim), dtype)}
+    out_type = {}
+    if "out" in given:
+        given = given | {"out": jax.new_ref(given["out"])}
+    else:
+        out_type["out"] = jax.ShapeDtypeStruct((rows, kv_heads, halves, per_half, head_dim), dtype)
     if cuts.max_splits > 1:
         slots = work.splits.shape[0] * cuts.slots_per_row
         out_type["partial"] = jax.ShapeDtypeStruct((slots, kv_heads, group, head_dim), jnp.float32)
@@ -670,11 +677,12 @@ def _attend(
         kernel_name="decode",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )  # fmt: skip
-    out, *partials = kernel(*operands.values())
+    results = dict(zip(out_type, kernel(*operands.values()), strict=True))
     if fused:
         kv = jax.freeze(pages)
-    if not partials:
-        return out, kv
+    out = given["out"] if "out" in given else jax.new_ref(results["out"])
+    if "partial" not in results:
+        return jax.freeze(out), kv
     size = max(head_dim, THREADS)
     units = work.splits.shape[0] * kv_heads * halves * ceil_div(per_half, size // head_dim)
     ctas = min(COMBINE_CTAS, units)
@@ -687,10 +695,9 @@ def _attend(
         kernel_name="combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    partials[0] = partials[0].reshape(*partials[0].shape[:2], -1)
-    ref = jax.new_ref(out)
-    combine(work.splits, work.num_splits, *partials, ref)
-    return jax.freeze(ref), kv
+    partial_results = results["partial"].reshape(*results["partial"].shape[:2], -1)
+    combine(work.splits, work.num_splits, partial_results, results["lse"], out)
+    return jax.freeze(out), kv
 
 
 def unsupported(*, dtype: str | None, head_dim: int | None, group: int | None) -> str | None:
@@ -732,9 +739,11 @@ def decode_attention(
     sinks: Array | None = None,
     tuning: DecodeTuning = DecodeTuning(),
     work: Work | None = None,
+    into: Array | None = None,
 ) -> Array:
     """Attention of one query per row: q [S, N, H], page_table i32[S, W], kv_lens i32[S] -> [S, N, H].
 
+    `into` [T, N, H], which is donated: it is returned instead, with the result in its first S tokens.
     Rows of length 0 get 0. `work` is that of `decode_work` with the same window and tuning. Raises ValueError for
     shapes that the kernel does not take (see `unsupported`).
     """
@@ -748,11 +757,17 @@ def decode_attention(
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
     given = {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)} | _padded_sinks(sinks, kv, heads)
+    in_place = into is not None and into.dtype == kv.dtype and not group % halves
+    if in_place:
+        given["out"] = into.reshape(into.shape[0], *given["q"].shape[1:])
     out, _ = _attend(
         kv, work, page_table, given,
         cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0,
     )  # fmt: skip
-    return out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
+    if in_place:
+        return out.reshape(into.shape)
+    out = out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
+    return out if into is None else into.at[:rows].set(out)
 
 
 def takes_qkv(kv: KVPages, num_heads: int) -> bool:
