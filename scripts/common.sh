@@ -75,10 +75,10 @@ accelerator_extra() {
   esac
 }
 
-# The extra that brings the TPU compiler, for tests of what is compiled for TPUs: it needs none, and there is a wheel of it
-# for Linux on x86-64. Beside a GPU it is left out, since JAX would look for TPUs at each start.
-tpu_compiler_extra() {
-  if [ -z "$(accelerator_extra)" ] && [ "$(uname -sm)" = "Linux x86_64" ]; then echo tpu; fi
+# The extras that bring the compilers for TPUs and NVIDIA GPUs, for tests of what is compiled for those: that needs none, and
+# there are wheels of them for such hosts alone.
+compiler_extras() {
+  if [ -z "$(accelerator_extra)" ] && [ "$(uname -sm)" = "Linux x86_64" ]; then echo tpu cuda-compiler; fi
 }
 
 # Without an accelerator JAX runs on the CPU anyway, and complains of missing TPUs if .venv has their compiler.

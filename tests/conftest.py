@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -48,6 +49,35 @@ def _programs_are_dropped() -> Iterator[None]:
 TPUS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
 
+def has_compilers() -> bool:
+    """Whether scripts/test installs the compilers for other devices here: then CI may not leave their tests out."""
+    here = (os.environ.get("JAX_PLATFORMS"), platform.system(), platform.machine())
+    return here == ("cpu", "Linux", "x86_64") and bool(os.environ.get("CI"))
+
+
+@pytest.fixture(scope="session")
+def h200() -> Any:
+    """An H200 to compile for, by XLA's own compiler, on this host. It times no kernels, and of those of Mosaic GPU it
+    compiles the call alone.
+
+    Skips where the compiler is missing: pip install '.[dev,cuda-compiler]' brings it.
+    """
+    versions = {name: installed_version(name) for name in ("jaxlib", "jax-cuda13-plugin")}
+    if len(set(versions.values())) > 1 and not has_compilers():
+        pytest.skip(f"the compiler for GPUs is not installed, or not that of this jaxlib: {versions}")
+    from jax.experimental import topologies
+
+    config = (ROOT / "tests" / "goldens" / "h200.txtpb").read_text()
+    return topologies.get_topology_desc("h200", "cuda", target_config=config, topology="1x1x1").devices[0]
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @pytest.fixture(scope="session")
 def tpu_chips() -> Callable[[str], list[Any]]:
     """tpu_chips(generation): four devices of that kind (a key of TPUS) to compile for, by the real compiler, on this
@@ -55,8 +85,7 @@ def tpu_chips() -> Callable[[str], list[Any]]:
 
     Skips where the compiler is missing: pip install '.[dev,tpu]' brings it. In CI it may not, if scripts/test has it.
     """
-    has_it = (os.environ.get("JAX_PLATFORMS"), platform.system(), platform.machine()) == ("cpu", "Linux", "x86_64")
-    if importlib.util.find_spec("libtpu") is None and not (has_it and os.environ.get("CI")):
+    if importlib.util.find_spec("libtpu") is None and not has_compilers():
         pytest.skip("libtpu is not installed: pip install '.[dev,tpu]'")
     import libtpu  # noqa: F401 - fails where it may not be skipped
     from jax.experimental import topologies

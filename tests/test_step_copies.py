@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.deployment import resolve_deployment
 from jaxserve.models.loading import model_shapes
 from jaxserve.programs import Kind, Programs
-from jaxserve.sharding import devices, mesh_of
+from jaxserve.sharding import mesh_of
 
 PAGES = 128
 MOVES = ("copy", "copy-start", "transpose")
@@ -47,33 +48,36 @@ def large_copies(hlo: str, least_bytes: int, *, moves: tuple[str, ...] = MOVES) 
 
 
 def compiled(
-    backend: str, kind: Kind, mixed: bool, hf: dict = HF, quantization: str | None = None
+    backend: str, kind: Kind, mixed: bool, hf: dict = HF, quantization: str | None = None, device: Any = None
 ) -> tuple[str, Programs, int]:
-    """A program's HLO, and how many arrays it is given to keep."""
-    device = jax.devices()[0]
+    """A program's HLO, and how many arrays it is given to keep. `device`: one that is elsewhere; None: that of here."""
+    options = {"xla_gpu_autotune_level": 0} if device else {}  # nothing can be tried out
+    device = device or jax.devices()[0]
     config = EngineConfig(
         max_num_seqs=ROWS, max_num_batched_tokens=ROWS + CHUNK, attention_backend=backend,
         dtype="float32" if device.platform == "cpu" else "bfloat16", quantization=quantization,
     )  # fmt: skip
-    deployment, mesh = resolve_deployment(config, hf, device.platform, device.device_kind), mesh_of(devices())
+    deployment, mesh = resolve_deployment(config, hf, device.platform, device.device_kind), mesh_of([device])
     programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
     (size,) = [
         bucket
         for bucket in programs.buckets[kind]
         if bucket.decode_rows == ROWS and bucket.prefill_tokens == (CHUNK if mixed else 0)
     ]
-    program = programs.lower((kind, size), PAGES, 512).compile(programs.options((kind, size)))
+    program = programs.lower((kind, size), PAGES, 512).compile(programs.options((kind, size)) | options)
     return program.as_text(), programs, len(programs.flat((kind, size), PAGES, 512)[2])
 
 
-def check(backend: str, kind: Kind, mixed: bool, hf: dict) -> None:
-    hlo, programs, donated = compiled(backend, kind, mixed, hf)
+def check(backend: str, kind: Kind, mixed: bool, hf: dict, device: Any = None) -> str:
+    """Returns the HLO."""
+    hlo, programs, donated = compiled(backend, kind, mixed, hf, device=device)
     itemsize, model = jnp.dtype(programs.deployment.dtype).itemsize, programs.model
     weight = model.hidden_size * model.num_heads * model.head_dim * itemsize  # o, the smallest matrix
     pool = 2 * PAGES * model.num_kv_heads * programs.deployment.page_size * model.head_dim * itemsize
     assert (ROWS + CHUNK) * max(2 * model.ffn_size, model.qkv_size) * itemsize < min(weight, pool)
     assert not large_copies(hlo, min(weight, pool))
     assert len(re.findall("(?:may|must)-alias", hlo.splitlines()[0])) == donated > model.num_layers
+    return hlo
 
 
 def check_quantized(backend: str, kind: Kind, mixed: bool, quantization: str) -> None:
@@ -122,6 +126,29 @@ def test_a_quantized_step_on_a_cpu_neither_copies_nor_widens_weights(
         pytest.skip("this host computes on something else")
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
     check_quantized("reference", Kind.FORWARD, mixed, "int8")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "mixed", "hf"),
+    [
+        ("mosaic_gpu", Kind.PLAIN, False, HF), ("mosaic_gpu", Kind.PLAIN, True, HF),
+        ("mosaic_gpu", Kind.FORWARD, True, HF), ("mosaic_gpu", Kind.PLAIN, True, NARROW_HEADS),
+        ("triton", Kind.PLAIN, True, HF),
+    ],
+    ids=["decode", "mixed", "forward", "64", "triton"],
+)  # fmt: skip
+def test_a_step_compiled_for_an_h200_copies_nothing_and_is_one_graph(
+    backend: str, kind: Kind, mixed: bool, hf: dict, h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """XLA makes a CUDA graph of a plain step if there is nothing in it that the host has a part in: no loop, no
+    conditional, nothing that begins and ends.
+    """
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    hlo = check(backend, kind, mixed, hf, h200)
+    if kind is Kind.PLAIN:
+        entry = hlo[hlo.index("\nENTRY ") :]
+        found = set(re.findall(r"^ +(?:ROOT )?%[\w.-]+ = .*? ([\w-]+)\(", entry, re.MULTILINE))
+        assert found <= {"fusion", "custom-call", "parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
 
 
 @pytest.mark.gpu

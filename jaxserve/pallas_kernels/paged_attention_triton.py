@@ -287,7 +287,7 @@ def _named(names: tuple[str, ...], refs: tuple[Any, ...]) -> dict[str, Any]:
 def _decode_body(*refs: Any, names: tuple[str, ...], kv_tile: int, heads_per_program: int, scores: Scores):
     """`refs` are, by `names`:
 
-    q [T, N, H]; kv [P, K, 2, page, H]; table i32[S, W]; lens i32[S]; items i32[n, 4]; maybe sinks [N]; out [S_d, N, H]
+    q [T, N, H]; kv [P, K, 2, page, H]; table i32[S, W]; lens i32[S]; items i32[n, 4]; maybe sinks [N]; out [T, N, H]
     of rows with one item; where rows may be split, partial f32[n, N, H] and lse f32[n, N] of the other items: their
     result, and log2 of their sum of 2 ** s.
     """
@@ -325,7 +325,7 @@ def _decode_body(*refs: Any, names: tuple[str, ...], kv_tile: int, heads_per_pro
 
 
 def _combine_body(partial_ref, lse_ref, splits_ref, _, out_ref, *, max_splits: int):
-    """One row that is split, and one query head: partial f32[n, N, H], lse f32[n, N], splits i32[m, 3]; out [S_d, N, H]
+    """One row that is split, and one query head: partial f32[n, N, H], lse f32[n, N], splits i32[m, 3]; out [T, N, H]
     comes with the results of the other rows.
     """
     head, nth = pl.program_id(0), pl.program_id(1)
@@ -343,7 +343,7 @@ def _combine_body(partial_ref, lse_ref, splits_ref, _, out_ref, *, max_splits: i
 
 def _prefill_body(*refs: Any, names: tuple[str, ...], query_tile: int, kv_tile: int, first_token: int, scores: Scores):
     """`refs` are, by `names`: q [T, N, H]; kv [P, K, 2, page, H]; table i32[S, W]; tiles i32[n, 4]; maybe sinks [N];
-    out [T, N, H], from first_token on.
+    maybe `into`, where out is; out [T, N, H], from first_token on.
     """
     ref = _named(names, refs)
     (_, num_heads, head_dim), kv_heads = ref["q"].shape, ref["kv"].shape[1]
@@ -389,14 +389,15 @@ def _prefill_body(*refs: Any, names: tuple[str, ...], query_tile: int, kv_tile: 
 
 def _call(
     body: Callable[..., None], name: str, grid: tuple[int, int], arguments: dict[str, Array | None],
-    results: dict[str, jax.ShapeDtypeStruct], tuning: Tuning, num_warps: int, **static: Any,
+    results: dict[str, jax.ShapeDtypeStruct], tuning: Tuning, num_warps: int, into: Array | None = None, **static: Any,
 ) -> list[Array]:  # fmt: skip
-    """Runs a body over whole arrays, by name."""
-    given = {name: array for name, array in arguments.items() if array is not None}
+    """Runs a body over whole arrays, by name. The first result is written into the array `into`, if that is given."""
+    given = {name: array for name, array in (arguments | {"into": into}).items() if array is not None}
     return pl.pallas_call(
         partial(body, names=(*given, *results), **static),
         out_shape=list(results.values()),
         grid=grid,
+        input_output_aliases={} if into is None else {len(given) - 1: 0},
         compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=tuning.stages),
         interpret=tuning.interpret,
         name=name,
@@ -419,7 +420,7 @@ def _decode(
     cuts = tuning.cuts(num_rows, programs, longest)
     work = make_work(lens[:num_rows], scores.sliding_window, tuning.kv_tile, tuning.min_tiles, cuts)
     items = work.items.shape[0]
-    results = {"out": jax.ShapeDtypeStruct((num_rows, num_heads, head_dim), q.dtype)}
+    results = {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}
     if cuts[1]:
         results["partial"] = jax.ShapeDtypeStruct((items, num_heads, head_dim), jnp.float32)
         results["lse"] = jax.ShapeDtypeStruct((items, num_heads), jnp.float32)
@@ -443,16 +444,17 @@ def _decode(
 
 @partial(jax.jit, static_argnames=("first_token", "scores", "tuning"))
 def _prefill(
-    q: Array, kv: KVPages, table: Array, tiles: Array, sinks: Array | None, *, first_token: int, scores: Scores,
-    tuning: Tuning,
+    q: Array, kv: KVPages, table: Array, tiles: Array, sinks: Array | None, decoded: Array | None, *, first_token: int,
+    scores: Scores, tuning: Tuning,
 ) -> Array:  # fmt: skip
+    """decoded [T, N, H]: has the results of the tokens before the first."""
     tokens, num_heads, head_dim = q.shape
     query_tile = tuning.query_tile_of(tokens - first_token)
     num_warps = 8 if query_tile * pl.next_power_of_2(head_dim) >= 2**13 else 4  # fewer spill registers
     given = {"q": q, "kv": kv, "table": table, "tiles": tiles, "sinks": sinks}
     (out,) = _call(
         _prefill_body, "paged_prefill", (num_heads, tiles.shape[0]), given,
-        {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, tuning, num_warps,
+        {"out": jax.ShapeDtypeStruct(q.shape, q.dtype)}, tuning, num_warps, decoded,
         query_tile=query_tile, kv_tile=tuning.kv_tile, first_token=first_token, scores=scores,
     )  # fmt: skip
     return out
@@ -487,5 +489,4 @@ def attention(
         assert decoded is not None, "a step has tokens"
         return decoded
     tiles: Any = meta.prepared.prefill_tiles
-    out = _prefill(q, kv, meta.page_table, tiles, sinks, first_token=split, scores=scores, tuning=tuning)
-    return out if decoded is None else out.at[:split].set(decoded)
+    return _prefill(q, kv, meta.page_table, tiles, sinks, decoded, first_token=split, scores=scores, tuning=tuning)
