@@ -28,7 +28,7 @@ from jaxserve.programs import Kind, Programs
 from jaxserve.request import NOT_FINITE, StructuredOutputsParams
 from jaxserve.sampling import sample_split
 from jaxserve.sharding import AXIS, WHOLE, arrays, devices, mesh_of, on_each
-from tests.test_engine import GOLDENS, check_every_path, config_of, golden, ids_of, request, run
+from tests.test_engine import FEW_PROGRAMS, GOLDENS, check_every_path, config_of, golden, ids_of, request, run
 from tests.test_sampling import S, V, draw, make_rows, random_logits
 
 HEADS_OF_8 = {  # what eight devices can share: fewer kv heads than devices, a vocabulary that is no multiple, biases
@@ -73,7 +73,8 @@ def several(request, folder: Path) -> LLM:
 )
 def test_greedy_ids_equal_transformers_on_every_path(case: str, size: int):
     """Two kv heads: one for each of two devices, or one for each two of four."""
-    engine = Engine(config_of(case, pool_tokens=208, dtype="float32", tensor_parallel_size=size), checks=True)
+    config = config_of(case, pool_tokens=208, dtype="float32", tensor_parallel_size=size, **FEW_PROGRAMS)
+    engine = Engine(config, checks=True)
     check_every_path(engine, golden(case), "float32")
 
 
@@ -140,7 +141,7 @@ def test_plain_steps_give_the_same(size: int, monkeypatch):
         return replace(backend, platform="tpu")
 
     monkeypatch.setattr(deployment, "resolve_backend", as_on_tpu)
-    engine = Engine(config_of("qwen3_tied", dtype="float32", tensor_parallel_size=size), checks=True)
+    engine = Engine(config_of("qwen3_tied", dtype="float32", tensor_parallel_size=size, **FEW_PROGRAMS), checks=True)
     entries = golden("qwen3_tied")
     deltas = run(engine, [request(i, e["prompt_ids"], len(e["ids"])) for i, e in enumerate(entries)])
     for i, entry in enumerate(entries):
@@ -154,7 +155,7 @@ def test_plain_steps_give_the_same(size: int, monkeypatch):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_weights_come_back_to_their_shards_after_sleep(level: int):
-    engine = Engine(config_of("qwen2_tied", enforce_eager=False, tensor_parallel_size=4), checks=True)
+    engine = Engine(config_of("qwen2_tied", enforce_eager=False, tensor_parallel_size=4, **FEW_PROGRAMS), checks=True)
 
     def ids() -> list[int]:
         return ids_of(run(engine, [request("a", range(5, 42), 12, temperature=1.0, seed=7)])["a", 0])
@@ -255,7 +256,7 @@ def test_a_quantized_model_on_several_devices_is_as_close_to_float32(size: int):
     """Not the same: each device scales its own part of a token, before o and down."""
 
     def logprobs(**how) -> np.ndarray:
-        engine = Engine(config_of("qwen3", dtype="float32", **how), checks=True)
+        engine = Engine(config_of("qwen3", dtype="float32", **FEW_PROGRAMS, **how), checks=True)
         deltas = run(engine, [request(i, e["prompt_ids"], 1, prompt_logprobs=0) for i, e in enumerate(golden("qwen3"))])
         found = [delta.prompt_logprobs for each in deltas.values() for delta in each if delta.prompt_logprobs]
         return np.array([token.logprob for prompt in found for token in prompt if token])

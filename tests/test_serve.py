@@ -31,10 +31,10 @@ ROOT = Path(__file__).parent.parent
 TOKENIZER = ROOT / "tests" / "goldens" / "vocab" / "smollm.gguf"
 SHAPE = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 320,
 }  # fmt: skip
 KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
-TINY_POOL = ("--kv-cache-memory-bytes", str(KV_BYTES_PER_TOKEN * (256 + 16 * 20)), "--max-num-seqs", "16")
+TINY_POOL = ("--kv-cache-memory-bytes", str(KV_BYTES_PER_TOKEN * (320 + 16 * 16)), "--max-num-seqs", "16")
 START_S = 240
 
 
@@ -80,10 +80,10 @@ class Server:
 
 
 @contextlib.asynccontextmanager
-async def starting(folder: Path, *options: str, **shape: int) -> AsyncIterator[Server]:
-    """A server that has just been started, in a process group of its own. shape: what differs from SHAPE."""
+async def starting(folder: Path, *options: str) -> AsyncIterator[Server]:
+    """A server that has just been started, in a process group of its own."""
     (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text(json.dumps(SHAPE | shape))
+    (folder / "model" / "config.json").write_text(json.dumps(SHAPE))
     command = [
         sys.executable, "-m", "jaxserve", "serve", "--model", str(folder / "model"), "--load-format", "dummy", "--port",
         "0", "--tokenizer", str(TOKENIZER), "--served-model-name", "tiny", "--dtype", "float32", *options,
@@ -104,8 +104,8 @@ async def starting(folder: Path, *options: str, **shape: int) -> AsyncIterator[S
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, *options: str, **shape: int) -> AsyncIterator[Server]:
-    async with starting(folder, *options, **shape) as server:
+async def serving(folder: Path, *options: str) -> AsyncIterator[Server]:
+    async with starting(folder, *options) as server:
         await server.wait_until_ready()
         yield server
 
@@ -479,10 +479,16 @@ async def test_a_signal_while_streams_run(tmp_path: Path, number: signal.Signals
             return reason
 
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+            # A quick engine ends some before all are there: they wait until it is told to go on.
+            async with session.post(f"{server.url}/pause", json={}) as paused:
+                assert paused.status == 200
             streams = [asyncio.create_task(last_reason(i)) for i in range(40)]
-            found = {"num_requests_running": 0, "num_requests_waiting": 0}
-            while found["num_requests_running"] + found["num_requests_waiting"] < 30:
-                found = await metrics(session, server.url)
+            async with asyncio.timeout(30):
+                while (await metrics(session, server.url))["num_requests_waiting"] < 40:
+                    await asyncio.sleep(0.01)
+            async with session.post(f"{server.url}/resume", json={}) as resumed:
+                assert resumed.status == 200
+            await asyncio.sleep(0.2)
             os.killpg(server.process.pid, number)
             reasons = set(await asyncio.gather(*streams))
         assert reasons <= {"length", "abort"}
@@ -561,7 +567,7 @@ async def test_a_signal_during_a_download_that_hangs(tmp_path: Path, number, mod
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--max-model-len", "100000"), "--max-model-len must be at most the model's 256 tokens, got 100000"),
+        (("--max-model-len", "100000"), "--max-model-len must be at most the model's 320 tokens, got 100000"),
         (("--port", "TAKEN"), "the port is in use; choose another with --port, or --port 0 for any free one"),
         (("--kv-cache-memory-bytes", "64k"), "longest that fits is"),
         (("--page-size", "64", "--attention-backend", "mosaic_gpu"), "mosaic_gpu cannot run"),
@@ -663,7 +669,7 @@ def thinking_tokenizer(folder: Path) -> list[str]:
 
 async def test_a_thousand_mixed_requests(tmp_path: Path):
     rng = random.Random(5)
-    async with serving(tmp_path, *TINY_POOL, *thinking_tokenizer(tmp_path), max_position_embeddings=320) as server:
+    async with serving(tmp_path, *TINY_POOL, *thinking_tokenizer(tmp_path)) as server:
         assert "tool calls: hermes; reasoning: qwen3" in server.log()
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(240)) as session:

@@ -23,7 +23,9 @@ HF = {
 @pytest.mark.timeout(1800)
 def test_on_eight_devices():
     command = [sys.executable, "-m", "pytest", "-q", "-x", str(HERE / "sharding_cases.py")]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    # LLVM need not optimize what is compared with itself on one device: that is a third of the time.
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=HERE.parent, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2000:]
 

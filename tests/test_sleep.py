@@ -22,7 +22,7 @@ PROMPT = list(range(5, 42))
 @pytest.fixture(scope="module")
 def shared() -> Engine:
     config = EngineConfig(
-        model=str(MODEL), page_size=16, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=128,
+        model=str(MODEL), page_size=16, max_num_seqs=8, max_num_batched_tokens=40, max_model_len=128,
         kv_cache_memory_bytes=2**20,
     )  # fmt: skip
     return Engine(config, checks=True)

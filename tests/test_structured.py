@@ -204,7 +204,7 @@ def llm(tmp_path_factory) -> LLM:
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return LLM(
-        str(folder), load_format="dummy", tokenizer=str(GGUF), max_num_seqs=6, max_num_batched_tokens=40,
+        str(folder), load_format="dummy", tokenizer=str(GGUF), max_num_seqs=6, max_num_batched_tokens=38,
         kv_cache_memory_bytes=18 * 4128, page_size=16, max_model_len=256, dtype="float32",
     )  # fmt: skip
 

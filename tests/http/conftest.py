@@ -289,6 +289,10 @@ class Api:
         """The error of a call that must fail so, checked for its shape."""
         got, answer = await self.call(path, body, **kwargs)
         assert got == status, answer
+        return self.checked(answer, status)
+
+    def checked(self, answer: dict[str, Any], status: int) -> dict[str, Any]:
+        """The error of an answer with that status, checked for its shape."""
         assert set(answer) == {"error"} and set(answer["error"]) == {"message", "type", "param", "code"}
         assert answer["error"]["code"] == status
         assert len(answer["error"]["message"]) < 500
