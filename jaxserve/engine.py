@@ -21,7 +21,7 @@ from jaxserve.config import EngineConfig, set_memory_share, size_text
 from jaxserve.control import Command
 from jaxserve.controller import Controller
 from jaxserve.errors import DeadlineExceeded, EngineDead, EngineError, JaxserveError, RequestError
-from jaxserve.grammar import GrammarCompiler, GrammarState
+from jaxserve.grammar import GrammarCompiler, GrammarState, as_engine_error
 from jaxserve.plan import Event, Plan
 from jaxserve.request import MAX_LOGPROBS, EngineInfo, EngineStats, Request, SequenceDelta, TokenLogprobs
 from jaxserve.scheduler import Scheduler
@@ -101,6 +101,7 @@ class Engine:
         self._vocab_size = model.vocab_size
         self._vocabulary: Callable[[], Vocabulary] | None = None
         self._grammars: GrammarCompiler | None = None
+        self._no_grammars = ""  # why there can be none
         self._compiling: dict[str, tuple[Request, Future[GrammarState]]] = {}  # requests that wait for their grammar
         self._refused: list[SequenceDelta] = []
         self._timeout_s = config.request_timeout
@@ -118,17 +119,30 @@ class Engine:
         """What grammars are compiled for. Made when the first one comes, or by prepare_grammars()."""
         self._vocabulary = vocabulary
 
-    def prepare_grammars(self) -> GrammarCompiler:
-        """Reads the vocabulary, which takes a second if it is large."""
+    def prepare_grammars(self) -> None:
+        """Reads the vocabulary, which takes a second if it is large. If it is of no use, those with grammars fail."""
+        assert self._vocabulary is not None, "use_vocabulary() was called"
+        try:
+            with as_engine_error("no grammar can be compiled for the model's tokenizer"):
+                self._grammars = GrammarCompiler(self._vocabulary(), self._vocab_size)
+        except EngineError as error:
+            log.exception("requests with a grammar will fail")
+            self._no_grammars = error.message
+
+    @property
+    def _compiler(self) -> GrammarCompiler:
+        """Raises EngineError if there can be none."""
+        if self._grammars is None and not self._no_grammars:
+            self.prepare_grammars()
         if self._grammars is None:
-            assert self._vocabulary is not None, "use_vocabulary() was called"
-            self._grammars = GrammarCompiler(self._vocabulary(), self._vocab_size)
+            raise EngineError(self._no_grammars)
         return self._grammars
 
     def submit(self, request: Request) -> bool:
         """Accepts a request.
 
-        Raises QueueFull, RequestError if it can never be served, EngineAsleep, EngineDead after a bad step.
+        Raises QueueFull, RequestError if it can never be served, EngineError if its grammar cannot be compiled,
+        EngineAsleep, EngineDead after a bad step.
 
         False: its grammar has to be compiled first; a later step() gives a delta that says whether it is accepted.
         """
@@ -143,7 +157,7 @@ class Engine:
             return True
         if self.knows(request.request_id):
             raise RequestError(f"request_id {request.request_id!r} is already in use", param="request_id")
-        future = self.prepare_grammars().compile(request.grammar)
+        future = self._compiler.compile(request.grammar)
         if future.done():
             self._scheduler.add(request, future.result())
             return True
@@ -275,7 +289,7 @@ class Engine:
             for i, seq in enumerate(region.seqs)
             if seq.grammar is not None and region.samples[i] and seq.finish_reason is None
         ]
-        masks = self.prepare_grammars().masks([grammar for _, grammar in rows])
+        masks = self._compiler.masks([grammar for _, grammar in rows])
         return {row: mask for (row, _), mask in zip(rows, masks, strict=True)}
 
     def _commit(self, launched: Any) -> list[SequenceDelta]:

@@ -8,15 +8,16 @@ Parsing and masks are llguidance's; structured.py makes the texts.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par
 from tokenizers import Tokenizer
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import EngineError, JaxserveError, RequestError
 from jaxserve.shapes import ceil_div
 from jaxserve.tokenizer import Vocabulary
 
@@ -24,6 +25,17 @@ CACHED_GRAMMARS = 256
 # Tokens that only one text can go on with are appended without a forward pass each, from this many on: they then are a
 # chunk of the next step, whose smallest bucket costs as much as a few steps of one token.
 JUMP_FROM = 6
+
+
+@contextmanager
+def as_engine_error(what: str) -> Iterator[None]:
+    """Makes an EngineError of whatever comes out of Rust: a panic there is not even an Exception here."""
+    try:
+        yield
+    except (JaxserveError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise EngineError(f"{what}: {type(error).__name__}: {error}") from error
 
 
 class GrammarState:
@@ -69,7 +81,9 @@ class GrammarCompiler:
         self._words = ceil_div(vocab_size, 32)
 
     def compile(self, grammar: str) -> Future[GrammarState]:
-        """The state at the beginning of a grammar, to be copied. The future raises RequestError if it is bad."""
+        """The state at the beginning of a grammar, to be copied. The future raises RequestError if it is bad,
+        EngineError if that cannot be told.
+        """
         with self._lock:
             future = self._known.get(grammar)
             if future is None:
@@ -80,9 +94,10 @@ class GrammarCompiler:
             return future
 
     def _compile(self, grammar: str) -> GrammarState:
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # the first one builds what the others use
+        with as_engine_error("the grammar cannot be compiled"):
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the first one builds what the others use
         if matcher.is_error():
             what = matcher.get_error().split("\n<state>")[0]  # behind it: the parser's insides
             what = "it matches nothing" if what == "NoExtensionBias" else what[:300]

@@ -475,8 +475,10 @@ def top_values(x: Float32[Array, "S V"], k: int) -> tuple[Float32[Array, "S k"],
 
 
 def _top_k(x: Float32[Array, "S n"], k: int) -> tuple[Float32[Array, "S k"], Int32[Array, "S k"]]:
-    """lax.top_k that stays one: behind the barrier no slice of its result can turn it into a full sort (11 ms)."""
-    return lax.optimization_barrier(tuple(lax.top_k(x, k)))
+    """lax.top_k that stays one: behind a barrier no slice of its result can turn it into a full sort (11 ms)."""
+    values, index = lax.top_k(x, k)
+    # One barrier of both crashes the compiler of jaxlib 0.11.2 for several devices.
+    return lax.optimization_barrier(values), lax.optimization_barrier(index)
 
 
 # ---- logprobs

@@ -105,3 +105,15 @@ print(hashlib.sha256(pathlib.Path(sys.argv[1]).read_bytes()).hexdigest())' "$ROO
     printf '%s\n' "$wanted" >"$VENV/.installed-$extra"
   done
 }
+
+# install_floors EXTRA: what the package and one extra need, at the lowest versions that pyproject.toml allows, in a
+# virtual environment of their own. It is made anew when pyproject.toml changes: what is there would stay.
+install_floors() {
+  VENV=$ROOT/.venv-floors
+  [ "$VENV/.installed-dev" -nt "$ROOT/pyproject.toml" ] && return
+  rm -rf "$VENV"
+  make_venv
+  "$VENV/bin/python" -m pip install --quiet uv >&2 || die "uv cannot be installed: see above"
+  "$VENV/bin/python" -m uv pip install --python "$VENV/bin/python" --no-build --resolution lowest-direct \
+    --requirements "$ROOT/pyproject.toml" --extra "$1" >&2 || die "the lowest versions cannot be installed: see above"
+}

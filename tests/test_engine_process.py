@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,13 @@ import pytest
 from jaxserve import engine_process
 from jaxserve.config import EngineConfig
 from jaxserve.control import Command, Pause, Resume
+from jaxserve.engine import Engine
 from jaxserve.engine_process import EngineProcess, EngineServer, SocketClient, Submit
 from jaxserve.errors import EngineError, RequestError
 from jaxserve.request import EngineInfo, EngineStats, Request, SamplingParams, SequenceDelta
+from jaxserve.tokenizer import Vocabulary
+
+LLAMA = Path(__file__).parent / "goldens" / "llama"
 
 
 @pytest.mark.parametrize("given", [None, "glibc.malloc.check=1"])
@@ -91,9 +96,22 @@ class StandInEngine:
         return [SequenceDelta(r.request_id, 0, token_ids=[5], finish_reason="length") for r in done]
 
 
+class StoppableEngine(Engine):
+    """The real one, which `connected` can end."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self.hangs, self.ended = threading.Event(), threading.Event()
+
+    def has_work(self) -> bool:
+        if self.ended.is_set():
+            raise SystemExit
+        return super().has_work()
+
+
 @asynccontextmanager
-async def connected(folder: Path, engine: StandInEngine) -> AsyncIterator[SocketClient]:
-    """A client of a stand-in engine that is served in a thread."""
+async def connected(folder: Path, engine: StandInEngine | StoppableEngine) -> AsyncIterator[SocketClient]:
+    """A client of an engine that is served in a thread."""
     address = f"ipc://{folder}/engine.sock"
     server = EngineServer(address)
 
@@ -143,6 +161,22 @@ async def test_a_message_that_cannot_be_read_is_refused_and_others_go_on(tmp_pat
         deltas = [delta async for delta in await asyncio.wait_for(client.submit(request("good")), 5)]
         assert deltas[-1].token_ids == [5] and client.healthy()
         assert caplog.text.count("cannot be read") >= 9
+
+
+async def test_a_vocabulary_that_is_of_no_use_fails_requests_with_a_grammar_alone(tmp_path, caplog):
+    config = EngineConfig(
+        model=str(LLAMA), enforce_eager=True, max_num_seqs=2, max_num_batched_tokens=48, max_model_len=64,
+        kv_cache_memory_bytes=2**20,
+    )  # fmt: skip
+    async with connected(tmp_path, StoppableEngine(config)) as client:
+        await client.use_vocabulary(Vocabulary("no tokenizer.json", [0]))
+        for name in "ab":
+            with pytest.raises(EngineError, match="no grammar can be compiled for the model's tokenizer: .*line 1"):
+                bad = replace(request(name), grammar="start: /[0-9]+/")
+                await asyncio.wait_for(client.submit(bad), 60)
+        deltas = [delta async for delta in await asyncio.wait_for(client.submit(request("good")), 60)]
+        assert deltas[-1].finish_reason == "length" and client.healthy()
+    assert caplog.text.count("requests with a grammar will fail") == 1
 
 
 @pytest.mark.parametrize("compiles_later", [False, True])

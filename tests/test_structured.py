@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxserve import LLM, SamplingParams, StructuredOutputsParams
-from jaxserve.errors import RequestError
+from jaxserve.errors import EngineError, RequestError
 from jaxserve.gguf_file import GGUFFile
 from jaxserve.gguf_tokenizer import tokenizer_from_gguf
 from jaxserve.grammar import JUMP_FROM, GrammarCompiler
@@ -317,6 +317,41 @@ def test_a_bad_grammar_computes_nothing(llm):
     with pytest.raises(RequestError, match="regex is bad"):
         llm.generate(["a", "b"], [FREE, params(regex="(")], use_tqdm=False)
     assert llm.get_metrics().prompt_tokens == before
+
+
+class Panic(BaseException):
+    """As a panic in Rust comes to Python: not even an Exception."""
+
+
+@pytest.mark.parametrize("error", [TypeError("a list is no integer"), Panic("index out of bounds")])
+def test_a_vocabulary_that_no_grammar_can_be_compiled_for_fails_requests_with_one_alone(
+    llm, monkeypatch, error, caplog
+):
+    made = []
+
+    def no_compiler(*_) -> None:
+        made.append(1)
+        raise error
+
+    monkeypatch.setattr("jaxserve.engine.GrammarCompiler", no_compiler)
+    monkeypatch.setattr(llm._engine, "_grammars", None)
+    monkeypatch.setattr(llm._engine, "_no_grammars", "")
+    for _ in range(2):
+        with pytest.raises(EngineError, match=f"no grammar can be compiled .*: {type(error).__name__}: {error}"):
+            llm.generate(["a", "b"], [FREE, params(regex="[0-9]")], use_tqdm=False)
+    assert made == [1] and caplog.text.count("requests with a grammar will fail") == 1
+    assert texts(llm, [FREE])[0][0]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("too deep"), Panic("index out of bounds")])
+def test_a_grammar_that_llguidance_dies_of_is_an_error_of_the_engine(compiler, monkeypatch, error):
+    def no_matcher(*_, **__) -> None:
+        raise error
+
+    monkeypatch.setattr("jaxserve.grammar.LLMatcher", no_matcher)
+    future = compiler.compile(f"start: /{type(error).__name__}/")
+    with pytest.raises(EngineError, match=f"the grammar cannot be compiled: {type(error).__name__}: {error}"):
+        future.result()
 
 
 # ---- a budget of reasoning

@@ -71,7 +71,7 @@ def module(path: Path) -> set[str]:
     """A kept program's functions, without what differs: where they were traced, and how often a helper is there."""
     exported = export.deserialize(bytearray(path.read_bytes()))
     with make_ir_context():
-        text = str(ir.Module.parse(exported.mlir_module()).operation.get_asm())
+        text = str(ir.Module.parse(exported.mlir_module()).operation.get_asm()).rstrip().removesuffix("\n}")
     return {str(exported.platforms), *re.split(r"\n  (?=func\.func )", re.sub(r"(@\w+?)(?:_\d+)?\b", r"\1", text))}
 
 

@@ -186,7 +186,8 @@ async def test_the_official_client(api):
         ("now", "{}"),
     ]
     assert answer.choices[0].message.reasoning == "Hm."  # type: ignore[union-attr]
-    async with client.chat.completions.stream(model="m", messages=messages, tools=tools) as stream:
+    strict: Any = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # openai 2 wants it
+    async with client.chat.completions.stream(model="m", messages=messages, tools=strict) as stream:
         final = await stream.get_final_completion()
     calls = final.choices[0].message.tool_calls or []
     assert [(call.function.name, call.function.arguments) for call in calls] == [
