@@ -110,21 +110,21 @@ def test_a_visible_gpu_is_found(answer: str, extra: str, path: Path):
 @pytest.mark.parametrize(
     ("machine", "env", "extra", "platforms"),
     [
-        ("Linux x86_64", {}, "tpu", "cpu"),
-        ("Linux x86_64", {"JAX_PLATFORMS": "cuda"}, "tpu", "cuda"),
+        ("Linux x86_64", {}, "tpu cuda-compiler", "cpu"),
+        ("Linux x86_64", {"JAX_PLATFORMS": "cuda"}, "tpu cuda-compiler", "cuda"),
         ("Linux x86_64", {"JAXSERVE_EXTRA": "cuda"}, "", "unset"),
         ("Linux x86_64", {"JAXSERVE_EXTRA": "tpu"}, "", "unset"),
         ("Linux aarch64", {}, "", "cpu"),
         ("Darwin arm64", {}, "", "cpu"),
     ],
 )
-def test_the_tpu_compiler_is_for_tests_where_there_is_one_and_no_accelerator(
+def test_compilers_for_other_devices_are_for_tests_where_there_are_some_and_no_accelerator(
     machine, env, extra, platforms, path: Path
 ):
     executable(path / "uname", f'[ "$*" = -sm ] && echo "{machine}"')
-    code = 'echo "[$(tpu_compiler_extra)]"; expect_no_accelerator; echo "${JAX_PLATFORMS-unset}"'
+    code = 'echo "[$(compiler_extras)]"; expect_no_accelerator; echo "${JAX_PLATFORMS-unset}"'
     done = shell(code, path, **env)
-    assert (done.stdout.split(), done.stderr) == ([f"[{extra}]", platforms], "")
+    assert (done.stdout.splitlines(), done.stderr) == ([f"[{extra}]", platforms], "")
 
 
 def fake_venv(path: Path) -> Path:

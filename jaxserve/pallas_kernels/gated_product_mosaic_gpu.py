@@ -123,7 +123,7 @@ def _body(
     @pl.when(warpgroup == WARPGROUPS)
     def _fetch():
         plgpu.set_max_registers(40, action="decrease")
-        by_both = {"collective_axes": "pair"} if tuning.pair else {}
+        by_both = "pair" if tuning.pair else None
 
         @pl.loop(0, count)
         def _(i):
@@ -141,7 +141,9 @@ def _body(
                 plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token, TOKENS), depth], x_smem.at[slot], full.at[slot])
                 for first, part in ((0, 0), (out_columns, columns)):
                     source, place = pl.ds(first + column, columns), pl.ds(part, columns)
-                    plgpu.copy_gmem_to_smem(w_ref.at[source, depth], w_smem.at[slot, place], full.at[slot], **by_both)
+                    plgpu.copy_gmem_to_smem(
+                        w_ref.at[source, depth], w_smem.at[slot, place], full.at[slot], collective_axes=by_both
+                    )
 
         total = count * steps
 

@@ -639,10 +639,9 @@ def _attend(
     group = halves * HEAD_ROWS
     copies_per_tile = max(1, KV_TILE // page_size)
     stages = cuts.stages
+    into: Any = jax.new_ref(given["out"]) if "out" in given else None
     out_type = {}
-    if "out" in given:
-        given = given | {"out": jax.new_ref(given["out"])}
-    else:
+    if into is None:
         out_type["out"] = jax.ShapeDtypeStruct((rows, kv_heads, halves, per_half, head_dim), dtype)
     if cuts.max_splits > 1:
         slots = work.splits.shape[0] * cuts.slots_per_row
@@ -663,7 +662,8 @@ def _attend(
         "v_free": plgpu.Barrier(num_barriers=stages),
     }
     pages: Any = jax.new_ref(kv) if fused else kv
-    operands = given | {"kv": pages, "kv_lens": work.kv_lens, "cuts": work.cuts, "table": page_table}
+    operands = given | ({} if into is None else {"out": into})
+    operands |= {"kv": pages, "kv_lens": work.kv_lens, "cuts": work.cuts, "table": page_table}
     kernel = plgpu.kernel(
         partial(
             _body, names=(*operands, *out_type), scale=scale, sliding_window=sliding_window, softcap=softcap, eps=eps,
@@ -680,7 +680,7 @@ def _attend(
     results = dict(zip(out_type, kernel(*operands.values()), strict=True))
     if fused:
         kv = jax.freeze(pages)
-    out = given["out"] if "out" in given else jax.new_ref(results["out"])
+    out: Any = jax.new_ref(results["out"]) if into is None else into
     if "partial" not in results:
         return jax.freeze(out), kv
     size = max(head_dim, THREADS)
@@ -757,14 +757,14 @@ def decode_attention(
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
     given = {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)} | _padded_sinks(sinks, kv, heads)
-    in_place = into is not None and into.dtype == kv.dtype and not group % halves
-    if in_place:
-        given["out"] = into.reshape(into.shape[0], *given["q"].shape[1:])
+    place = None
+    if into is not None and into.dtype == kv.dtype and not group % halves:
+        place = given["out"] = into.reshape(into.shape[0], *given["q"].shape[1:])
     out, _ = _attend(
         kv, work, page_table, given,
         cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0,
     )  # fmt: skip
-    if in_place:
+    if into is not None and place is not None:
         return out.reshape(into.shape)
     out = out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
     return out if into is None else into.at[:rows].set(out)
