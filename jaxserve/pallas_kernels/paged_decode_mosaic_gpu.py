@@ -63,6 +63,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxserve.pallas_kernels import reference
+from jaxserve.pallas_kernels.add_norm_mosaic_gpu import MULTIPROCESSORS, THREADS
 from jaxserve.shapes import ceil_div
 from jaxserve.state import KVPages
 
@@ -71,9 +72,7 @@ PAGE_SIZES = (16, 32, 64, 128, 256)
 HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
 HEAD_ROWS = 8  # query heads of a tile: the least N of a wgmma, and what a TMA of the swizzled layout moves together
-THREADS = 128  # of a warpgroup
 MAX_SPLITS = 64  # partial results of a row
-MULTIPROCESSORS = 132  # of an H100 or H200
 COMBINE_CTAS = 2 * MULTIPROCESSORS
 SHORT = 64  # KV tiles of a row that holds up nothing where each worker has ROWS_EACH rows
 ROWS_EACH = 4
@@ -757,14 +756,13 @@ def decode_attention(
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
     given = {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)} | _padded_sinks(sinks, kv, heads)
-    place = None
     if into is not None and into.dtype == kv.dtype and not group % halves:
-        place = given["out"] = into.reshape(into.shape[0], *given["q"].shape[1:])
+        given["out"] = into.reshape(into.shape[0], *given["q"].shape[1:])
     out, _ = _attend(
         kv, work, page_table, given,
         cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0,
     )  # fmt: skip
-    if into is not None and place is not None:
+    if into is not None and "out" in given:
         return out.reshape(into.shape)
     out = out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
     return out if into is None else into.at[:rows].set(out)
