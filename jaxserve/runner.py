@@ -5,6 +5,7 @@ collect(launched) ── waits for the drawn ids (and logprobs, if a row wants t
 """
 
 import functools
+import itertools
 import logging
 import operator
 import os
@@ -22,7 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 from tqdm import tqdm
 
 from jaxserve.batch import Packer
-from jaxserve.config import EngineConfig, cache_dir
+from jaxserve.config import EngineConfig, cache_dir, size_text
+from jaxserve.errors import DoesNotFit
 from jaxserve.models.loading import LoadedModel
 from jaxserve.paging.kv_cache import GiB
 from jaxserve.plan import Plan
@@ -62,10 +64,14 @@ class Program:
     """
 
     run: Any
-    put: Any | None  # copies what the host sends into `sent`; None: it need not be there
-    sent: Any
-    held: list[jax.Array]  # memory of the results; empty: allocated for each run
     outputs: Any  # tree of what it returns: what it updates, results
+    make_buffers: Any
+    put: Any | None  # copies what the host sends into `sent`; None: it need not be there
+    sent: Any = None
+    held: list[jax.Array] = field(default_factory=list)  # memory of the results; empty: allocated for each run
+
+    def allocate(self) -> None:
+        self.sent, self.held = self.make_buffers()
 
 
 @dataclass(slots=True)
@@ -113,7 +119,9 @@ class Runner:
             self._warm_up(tracers)  # while memory is free: XLA tries kernels out
         new_kv = on_each(lambda: programs.new_kv(self.pool.num_pages), mesh, (), KV_PAGES)
         self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
-        self._kv = jax.block_until_ready(self._make_kv())  # what does not fit is to fail now, not in the first step
+        self._allocate_kv()
+        for program in itertools.chain(*self._ready.values()):
+            program.allocate()
         new_state = jax.jit(programs.new_state, static_argnums=0, out_shardings=place(mesh))
         self._state = new_state(self.pool.max_model_len)
         extras = self._state.extras
@@ -141,6 +149,25 @@ class Runner:
         # On a GPU the limit is our share: JAX keeps to it.
         return self._programs.free_bytes(int(limit * share) if platform == "tpu" else limit, used)
 
+    def _allocate_kv(self) -> None:
+        """Allocates the KV pages, and waits: what does not fit is to fail now, not in the first step.
+
+        Only weights may have been allocated before. A small buffer that was made while XLA tried kernels out would lie
+        beyond their memory, which is a hole then, and a layer's pages are gigabytes in one piece.
+        """
+        try:
+            self._kv = jax.block_until_ready(self._make_kv())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            stats = self._programs.mesh.local_devices[0].memory_stats() or {}
+            raise DoesNotFit(
+                f"the KV cache of {size_text(self.pool.num_pages * self.pool.page_bytes)} does not fit: "
+                f"{size_text(stats.get('bytes_in_use', 0))} of the device's {size_text(stats.get('bytes_limit', 0))} that "
+                "jaxserve may take are in use; ask for less with --kv-cache-memory-bytes",
+                param="kv_cache_memory_bytes",
+            ) from error
+
     def free(self, *, keep_weights: bool) -> None:
         """Frees KV pages and weights on the device; `keep_weights`: they are in host memory then. No step may run."""
         for array in jax.tree.leaves(self._kv):
@@ -153,7 +180,7 @@ class Runner:
                 self._weights[i] = None
 
     def restore_kv_cache(self) -> None:
-        self._kv = jax.block_until_ready(self._make_kv())
+        self._allocate_kv()
 
     def restore_weights(self, load: Callable[[], LoadedModel]) -> None:
         """Weights go back to the device: from host memory or, if they were dropped, what `load` loads."""
@@ -184,7 +211,6 @@ class Runner:
         signature = self._programs.signature(key, *self._sizes)
         sent, held = signature.rest[-1], jax.tree.leaves(signature.held)
         mesh = self._programs.mesh
-        fresh = jax.jit(lambda: [jnp.zeros(s.shape, s.dtype) for s in (sent, *held)], out_shardings=place(mesh))
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._programs.options(key)
         if key[0] is Kind.PLAIN:
@@ -192,13 +218,21 @@ class Runner:
         else:
             put = _compiled(lambda _, new: jnp.copy(new), mesh, sent, np.zeros(sent.shape, np.int32))
             runs = [lowered.compile(options) for _ in range(2 if held else 1)]  # the second: out of the compile cache
-        return [Program(run, put, first, others, outputs) for run in runs for first, *others in (fresh(),)]
+
+        def zeros() -> tuple[jax.Array | None, list[jax.Array]]:
+            first, *others = (jnp.zeros(s.shape, s.dtype) for s in (sent, *held))
+            return first if put else None, others
+
+        make_buffers = jax.jit(zeros, out_shardings=place(mesh)).lower().compile()
+        return [Program(run, outputs, make_buffers, put) for run in runs]
 
     def _program(self, kind: Kind, size: Bucket | int) -> Program:
         """The program whose turn it is; compiled now only under --enforce-eager."""
         key = (kind, size)
         if key not in self._ready:
             self._ready[key] = self._compile(key, self._programs.lower(key, *self._sizes))
+            for program in self._ready[key]:
+                program.allocate()
         turns = self._ready[key]
         turns.append(turns.pop(0))
         return turns[-1]

@@ -23,6 +23,7 @@ from jaxserve.engine import Engine, _start_jax
 from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
 from jaxserve.models.registry import resolve
 from jaxserve.request import Request, SamplingParams
+from jaxserve.runner import Runner
 from jaxserve.sharding import shard_of
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -424,3 +425,32 @@ def test_16_bits_on_a_cpu_have_no_decode_step_of_one_row():
     """XLA multiplies one row in 16 bits very slowly there."""
     engine = Engine(config_of("llama", dtype="bfloat16"), checks=True)
     assert min(b.decode_rows for b in engine._runner._programs.layouts if not b.prefill_tokens) == 2
+
+
+def test_kv_pages_lie_right_behind_the_weights(monkeypatch: pytest.MonkeyPatch):
+    """What is allocated while programs are compiled would leave a hole in the device's memory, where XLA had tried
+    kernels out: a layer's pages would not fit any more (a Llama-8B on an H200 did not start, with 3.2 GiB to spare).
+    """
+    before, made = set(map(id, jax.live_arrays())), []
+    allocate, ready = Runner._allocate_kv, []
+
+    def seen(runner: Runner) -> None:
+        weights = set(map(id, runner._weights))
+        made.extend(a for a in jax.live_arrays() if id(a) not in before | weights)
+        ready.append(len(runner._ready))
+        allocate(runner)
+
+    monkeypatch.setattr(Runner, "_allocate_kv", seen)
+    Engine(config_of("qwen2_tied", enforce_eager=False, **FEW_PROGRAMS))
+    assert ready[0] > 4, "the programs were compiled before"
+    assert not made
+
+
+def test_kv_pages_that_the_device_has_no_room_for(monkeypatch: pytest.MonkeyPatch):
+    def refuse():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.36GiB")
+
+    engine = Engine(config_of("qwen2_tied"))
+    monkeypatch.setattr(engine._runner, "_make_kv", refuse)
+    with pytest.raises(DoesNotFit, match=r"KV cache of [\d.]+ \w+ does not fit.*--kv-cache-memory-bytes"):
+        engine._runner.restore_kv_cache()
