@@ -161,10 +161,10 @@ class Runner:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             stats = self._programs.mesh.local_devices[0].memory_stats() or {}
+            used, limit = (size_text(stats.get(name, 0)) for name in ("bytes_in_use", "bytes_limit"))
             raise DoesNotFit(
-                f"the KV cache of {size_text(self.pool.num_pages * self.pool.page_bytes)} does not fit: "
-                f"{size_text(stats.get('bytes_in_use', 0))} of the device's {size_text(stats.get('bytes_limit', 0))} that "
-                "jaxserve may take are in use; ask for less with --kv-cache-memory-bytes",
+                f"the KV cache of {size_text(self.pool.num_pages * self.pool.page_bytes)} does not fit: {used} of the "
+                f"device's {limit} that jaxserve may take are in use; ask for less with --kv-cache-memory-bytes",
                 param="kv_cache_memory_bytes",
             ) from error
 
