@@ -104,12 +104,13 @@ class DecodeTuning:
 
     `ctas_each`: CTAs on each multiprocessor (None: two where a batch fills the card, so that one computes or starts on
     a row while the other streams); `stages`: KV tiles in flight per CTA (None: all that fit); `min_tiles`: KV tiles
-    that are worth a CTA of their own, since the combine costs as much as streaming some; `multiprocessors`: the card's.
+    that are worth a CTA of their own, since the combine costs as much as streaming some (None: fewer where so few CTAs
+    have a row that memory waits for them); `multiprocessors`: the card's.
     """
 
     ctas_each: int | None = None
     stages: int | None = None
-    min_tiles: int = 4
+    min_tiles: int | None = None
     multiprocessors: int = MULTIPROCESSORS
 
     def __post_init__(self) -> None:
@@ -125,10 +126,12 @@ class DecodeTuning:
         workers = max(1, each * self.multiprocessors // kv_heads)
         most = 192 // each // tile_kib  # of the 228 KiB
         stages = min(self.stages or most, most)
-        splits = min(workers, MAX_SPLITS, ceil_div(longest, self.min_tiles) + 1)
-        if longest < 2 * max(self.min_tiles // 2, 1) or longest <= SHORT and rows >= ROWS_EACH * workers:
+        few = 4 * rows * kv_heads <= self.multiprocessors and longest > 4
+        min_tiles = self.min_tiles or (2 if few else 4)
+        splits = min(workers, MAX_SPLITS, ceil_div(longest, min_tiles) + 1)
+        if longest < 2 * max(min_tiles // 2, 1) or longest <= SHORT and rows >= ROWS_EACH * workers:
             splits = 1
-        return Cuts(workers, stages, self.min_tiles, splits)
+        return Cuts(workers, stages, min_tiles, splits)
 
 
 def longest_row(width: int, page_size: int, sliding_window: int | None) -> int:
