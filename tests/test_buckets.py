@@ -59,6 +59,14 @@ def test_on_a_gpu_a_step_of_prompts_beside_decode_rows_leaves_no_gaps_in_tiles_o
         assert choose_bucket(coarse(buckets), rows, tokens, 1).tokens == rows + tokens
 
 
+def test_on_a_gpu_steps_have_few_rows_of_logits_and_yet_take_many_short_prompts():
+    buckets = make_buckets(256, 8192, 1024, platform="gpu")
+    assert choose_bucket(buckets, 256, 512, 3).rows == 256 + 32
+    assert choose_bucket(buckets, 256, 512, 32).tokens == 256 + 512
+    assert choose_bucket(buckets, 256, 512, 64).tokens == 256 + 768, "as many chunks as a step may have"
+    assert choose_bucket(buckets, 0, 1000, 64).tokens == 1024
+
+
 def test_prompts_with_knobs_are_not_padded_to_the_budget():
     buckets = coarse(make_buckets(256, 8192, 1024, platform="gpu"))
     assert choose_bucket(buckets, 0, 1500, 1).tokens == 2048

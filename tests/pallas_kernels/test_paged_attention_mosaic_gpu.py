@@ -59,3 +59,13 @@ def test_every_head_dim_lowers_for_cuda_and_writes_in_place(head_dim, prefill, h
     fused = not prefill and head_dim in (128, 256)
     assert module.count("@mosaic_gpu_v2") == (1 if fused else 3 if prefill else 2)
     assert re.findall(r"tf.aliasing_output = (\d)", module) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kv_heads", "longest", "tiles"),
+    [(8, 2, 64, 2), (1, 8, 64, 2), (16, 2, 64, 2), (8, 8, 64, 4), (64, 2, 64, 4), (8, 2, 3, 4)],
+)
+def test_small_batches_are_cut_into_smaller_parts(rows, kv_heads, longest, tiles):
+    cuts = DecodeTuning().cuts(rows, kv_heads, 128, longest)
+    assert cuts.min_tiles == tiles
+    assert cuts.max_splits > 1 or longest < 4
