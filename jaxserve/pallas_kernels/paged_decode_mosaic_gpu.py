@@ -43,8 +43,8 @@ Diary (H200, jax 0.11.2, Llama-8B heads: N 32, K 8, H 128, bfloat16; us, floor a
                8x320 13.3 to 11.0   1x320 11.0 to 9.3   64x320 19.7 to 18.4   256x640 53.2 to 51.8. Two tiles in a step
                of the short ring 256x576 151; one or three CTAs per multiprocessor 150, 153
     v7         the combine in registers; small batches in parts of 2 tiles instead of 4. The same chains, first with 4:
-               1x256 9.5 to 8.7; Qwen-1.5B 8x256 8.6 to 6.8   8x128 9.8 to 6.8   8x1024 9.1 to 8.7   1x256 8.7 to 7.6. Where
-               more CTAs have a row 4 are better: 8x256 9.9 to 10.8
+               1x256 9.5 to 8.7; Qwen-1.5B 8x256 8.6 to 6.8   8x128 9.8 to 6.8   8x1024 9.1 to 8.7   1x256 8.7 to 7.6.
+               Where more CTAs have a row 4 are better: 8x256 9.9 to 10.8
     Chains of 32 (v1) and 128 (v2) layers over permuted pages, one run each. 256x2048 is noisy: over the tunings of
     that run 635 to 713, and once 854.
 """
