@@ -19,6 +19,8 @@ from jaxserve.request import short
 
 ByteMap = dict[str, int]
 
+VOCABULARY_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken")  # a tokenizer has one of them
+
 log = logging.getLogger(__name__)
 
 
@@ -71,6 +73,12 @@ class Tokenizer:
 
         `eos_token_ids` are further ones, that other files of the model name.
         """
+        if not any(found for name in VOCABULARY_FILES for found in path.glob(name)):
+            # transformers would make one without tokens of what config.json says
+            raise ConfigError(
+                f"{path} has no tokenizer: no {', '.join(VOCABULARY_FILES)}; name another one with --tokenizer",
+                param="tokenizer",
+            )
         logging.getLogger("transformers").addFilter(_not_about_pytorch)
         try:
             if (path / "tokenizer.json").is_file():

@@ -56,7 +56,8 @@ def main() -> int:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--api-server-count", default="1", metavar="N", help="HTTP processes (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "jaxserve-bench", metavar="DIR")
+    out = Path(tempfile.gettempdir()) / "jaxserve-bench"
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="for results (default: %(default)s)")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     args.engine = engine_options(args)
@@ -91,7 +92,7 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
         for concurrency in REQUESTS:
             figures |= load(args, url, concurrency)
         figures |= load(args, url, 256, seed=1, what=", new prompts")
-    with server(cache, args.engine) as (_, figures["start, warm s"]):
+    with server(cache, [*args.engine, "--api-server-count", args.api_server_count]) as (_, figures["start, warm s"]):
         pass
     return figures
 

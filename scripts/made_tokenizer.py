@@ -1,7 +1,7 @@
 """A tokenizer for models with random weights: as many tokens as the model has, each a short made-up word."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -38,4 +38,8 @@ def _letters(number: int) -> str:
 
 
 if __name__ == "__main__":
-    print(make_tokenizer(Path(sys.argv[1]), Path(sys.argv[2])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path, help="the model's config.json")
+    parser.add_argument("folder", type=Path, help="where the tokenizer goes")
+    args = parser.parse_args()
+    print(make_tokenizer(args.config, args.folder))

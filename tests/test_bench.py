@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from jaxserve import cli, metrics
 from jaxserve.bench import datasets, latency, offline, report, serve, server_metrics, throughput
@@ -300,6 +301,14 @@ def test_chat_backend(stand_in, tmp_path: Path):
     assert stand_in.bodies[0]["messages"] == [{"role": "user", "content": "hello"}]
     assert stand_in.bodies[0]["max_completion_tokens"] == 4
     assert all(len(gaps) == 3 for gaps in result["itls"])  # the chunk that only names the role is no token
+
+
+def test_tokenizer_may_be_a_folder_with_nothing_else(stand_in, tmp_path: Path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a")).save(str(folder / "tokenizer.json"))
+    assert datasets.load_codec("a model that is elsewhere", str(folder)).vocab_size == 2
+    assert bench_serve(stand_in, tmp_path, "--tokenizer", str(folder), "--num-prompts", "2")["completed"] == 2
 
 
 def test_random_text_for_chat_comes_from_the_tokenizer(stand_in, tmp_path: Path, monkeypatch):

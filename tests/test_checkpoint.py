@@ -203,6 +203,13 @@ def test_end_tokens_that_are_none(value):
         eos_ids({}, {"eos_token_id": value})
 
 
+@pytest.mark.parametrize("case", ["qwen2_tied", "llama"])
+def test_a_model_without_a_tokenizer_is_said_to_have_none(case):
+    """transformers makes an empty one of a config.json alone, or asks for sentencepiece."""
+    with pytest.raises(ConfigError, match="has no tokenizer: no tokenizer.json.*--tokenizer"):
+        open_(GOLDENS / case).load_tokenizer(EngineConfig())
+
+
 def test_another_tokenizer_and_template(folder, tmp_path):
     (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}!")
     config = EngineConfig(

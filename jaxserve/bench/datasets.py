@@ -228,9 +228,11 @@ def _read(path: Path) -> str:
 
 
 def load_codec(model: str, tokenizer: str | None) -> Any:
-    """The tokenizer of a model, without its weights."""
-    from jaxserve.checkpoint import Checkpoint
+    """A tokenizer, or that of a model, without its weights."""
+    from jaxserve.checkpoint import TOKENIZER_FILES, Checkpoint, find, load_tokenizer
     from jaxserve.config import EngineConfig
 
-    config = EngineConfig(model=model, tokenizer=tokenizer, load_format="dummy")
+    if tokenizer is not None:
+        return load_tokenizer(find(tokenizer, TOKENIZER_FILES, revision=None, param="tokenizer"), [])
+    config = EngineConfig(model=model, load_format="dummy")
     return Checkpoint.open(config).load_tokenizer(config)

@@ -207,7 +207,7 @@ def _samples(args: argparse.Namespace, model: str, served: dict[str, Any]) -> li
     codec = None
     needs_text = args.backend == "openai-chat" and args.dataset_name == "random"
     if args.tokenizer or needs_text or (args.dataset_name != "custom" and args.vocab_size is None):
-        codec = load_codec(args.tokenizer or served.get("root") or model, None)
+        codec = load_codec(served.get("root") or model, args.tokenizer)
     vocab_size = args.vocab_size or (codec.vocab_size if codec else None)
     samples = load_samples(args, args.num_prompts + args.num_warmups, codec, vocab_size)
     return [as_text(sample, codec) for sample in samples] if needs_text and codec else samples

@@ -10,6 +10,7 @@ from jaxserve.shapes import ceil_div
 log = logging.getLogger(__name__)
 
 GiB = 2**30
+MAX_PAGES = 2**31 - 1  # page ids are int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,12 @@ def size_pool(
             f"the KV cache needs 2 pages of {size_text(page_bytes)} at least and {size_text(max(budget_bytes, 0))} are "
             "left: give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization, or use a smaller model",
             param="gpu_memory_utilization",
+        )
+    if num_pages > MAX_PAGES:
+        raise DoesNotFit(
+            f"a KV cache of {size_text(budget_bytes)} would have {num_pages} pages of {page_size} tokens, and at most "
+            f"{MAX_PAGES} are possible: ask for less with --kv-cache-memory-bytes",
+            param="kv_cache_memory_bytes",
         )
     if max_model_len is None:
         max_model_len = min(longest, model_max_len)

@@ -19,3 +19,10 @@ def test_too_little_for_one_page_names_need_have_and_both_options(budget_bytes: 
 def test_a_sequence_that_is_too_long_is_told_sizes_in_a_unit_that_shows_them():
     with pytest.raises(DoesNotFit, match=r"needs 2\.03 MiB of KV cache and 1\.00 MiB are left"):
         size_pool(2**20, page_size=16, bytes_per_token=2**10, max_model_len=2064, model_max_len=4096)
+
+
+def test_more_pages_than_can_be_numbered():
+    with pytest.raises(
+        DoesNotFit, match=r"a KV cache of .* would have \d+ pages.*at most 2147483647.*--kv-cache-memory"
+    ):
+        size_pool(2**50, page_size=16, bytes_per_token=2**10, max_model_len=64, model_max_len=64)
