@@ -68,8 +68,7 @@ class Checkpoint(ABC):
         if config.tokenizer is None:
             tokenizer = self._own_tokenizer()
         else:
-            path = find(config.tokenizer, TOKENIZER_FILES, revision=None, param="tokenizer")
-            tokenizer = load_tokenizer(path, eos_ids(self.generation_config, self.config))
+            tokenizer = find_tokenizer(config.tokenizer, eos_ids(self.generation_config, self.config))
         if config.chat_template is None:
             tokenizer.compile_templates()  # one that is bad can be replaced: not before this
             return tokenizer
@@ -217,6 +216,11 @@ def _download(repo: str, patterns: tuple[str, ...], revision: str | None, param:
     except (hub.HfHubHTTPError, OSError) as error:
         reason = f"could not be downloaded: {error}"
     raise ConfigError(f"{repo} {reason}", param=param)
+
+
+def find_tokenizer(name: str, more_eos_ids: list[int]) -> "Tokenizer":
+    """The tokenizer that --tokenizer names: a repo, a directory or a .gguf file. Raises ConfigError."""
+    return load_tokenizer(find(name, TOKENIZER_FILES, revision=None, param="tokenizer"), more_eos_ids)
 
 
 def load_tokenizer(path: Path, more_eos_ids: list[int]) -> "Tokenizer":

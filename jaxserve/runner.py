@@ -65,7 +65,7 @@ class Program:
 
     run: Any
     outputs: Any  # tree of what it returns: what it updates, results
-    make_buffers: Any
+    make_buffers: Any  # `sent` and `held`, for allocate()
     put: Any | None  # copies what the host sends into `sent`; None: it need not be there
     sent: Any = None
     held: list[jax.Array] = field(default_factory=list)  # memory of the results; empty: allocated for each run
@@ -119,7 +119,7 @@ class Runner:
             self._warm_up(tracers)  # while memory is free: XLA tries kernels out
         new_kv = on_each(lambda: programs.new_kv(self.pool.num_pages), mesh, (), KV_PAGES)
         self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
-        self._allocate_kv()
+        self.allocate_kv_cache()
         for program in itertools.chain(*self._ready.values()):
             program.allocate()
         new_state = jax.jit(programs.new_state, static_argnums=0, out_shardings=place(mesh))
@@ -149,7 +149,7 @@ class Runner:
         # On a GPU the limit is our share: JAX keeps to it.
         return self._programs.free_bytes(int(limit * share) if platform == "tpu" else limit, used)
 
-    def _allocate_kv(self) -> None:
+    def allocate_kv_cache(self) -> None:
         """Allocates the KV pages, and waits: what does not fit is to fail now, not in the first step.
 
         Only weights may have been allocated before. A small buffer that was made while XLA tried kernels out would lie
@@ -160,11 +160,13 @@ class Runner:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            stats = self._programs.mesh.local_devices[0].memory_stats() or {}
-            used, limit = (size_text(stats.get(name, 0)) for name in ("bytes_in_use", "bytes_limit"))
+            in_use = ""
+            if stats := self._programs.mesh.local_devices[0].memory_stats():  # a CPU has none
+                used, limit = (size_text(stats[name]) for name in ("bytes_in_use", "bytes_limit"))
+                in_use = f": {used} of the device's {limit} that jaxserve may take are in use"
             raise DoesNotFit(
-                f"the KV cache of {size_text(self.pool.num_pages * self.pool.page_bytes)} does not fit: {used} of the "
-                f"device's {limit} that jaxserve may take are in use; ask for less with --kv-cache-memory-bytes",
+                f"the KV cache of {size_text(self.pool.num_pages * self.pool.page_bytes)} does not fit{in_use}; "
+                "ask for less with --kv-cache-memory-bytes",
                 param="kv_cache_memory_bytes",
             ) from error
 
@@ -178,9 +180,6 @@ class Runner:
                 weight.delete()
             elif not keep_weights:
                 self._weights[i] = None
-
-    def restore_kv_cache(self) -> None:
-        self._allocate_kv()
 
     def restore_weights(self, load: Callable[[], LoadedModel]) -> None:
         """Weights go back to the device: from host memory or, if they were dropped, what `load` loads."""
@@ -219,10 +218,8 @@ class Runner:
             put = _compiled(lambda _, new: jnp.copy(new), mesh, sent, np.zeros(sent.shape, np.int32))
             runs = [lowered.compile(options) for _ in range(2 if held else 1)]  # the second: out of the compile cache
 
-        def zeros() -> tuple[jax.Array | None, list[jax.Array]]:
-            first, *others = (jnp.zeros(s.shape, s.dtype) for s in (sent, *held))
-            return first if put else None, others
-
+        buffers = (sent if put else None, held)
+        zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), buffers)
         make_buffers = jax.jit(zeros, out_shardings=place(mesh)).lower().compile()
         return [Program(run, outputs, make_buffers, put) for run in runs]
 

@@ -73,7 +73,7 @@ class Tokenizer:
 
         `eos_token_ids` are further ones, that other files of the model name.
         """
-        if not any(found for name in VOCABULARY_FILES for found in path.glob(name)):
+        if not any(any(path.glob(name)) for name in VOCABULARY_FILES):
             # transformers would make one without tokens of what config.json says
             raise ConfigError(
                 f"{path} has no tokenizer: no {', '.join(VOCABULARY_FILES)}; name another one with --tokenizer",

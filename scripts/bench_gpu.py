@@ -86,13 +86,14 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
     figures: dict[str, float] = {}
     cache = Path(os.environ["JAXSERVE_CACHE_DIR"])
     empty = not any(cache.iterdir())
-    with server(cache, [*args.engine, "--api-server-count", args.api_server_count]) as (url, seconds):
+    options = [*args.engine, "--api-server-count", args.api_server_count]
+    with server(cache, options) as (url, seconds):
         if empty:
             figures["start, cold s"] = seconds
         for concurrency in REQUESTS:
             figures |= load(args, url, concurrency)
         figures |= load(args, url, 256, seed=1, what=", new prompts")
-    with server(cache, [*args.engine, "--api-server-count", args.api_server_count]) as (_, figures["start, warm s"]):
+    with server(cache, options) as (_, figures["start, warm s"]):
         pass
     return figures
 

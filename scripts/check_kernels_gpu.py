@@ -139,6 +139,7 @@ def sweep_decode() -> None:
         "two": new(ctas_each=2),
         "2 stages": new(stages=2),
         "min tiles 2": new(min_tiles=2),
+        "4": new(min_tiles=4),
         "8": new(min_tiles=8),
     }
 

@@ -432,7 +432,7 @@ def test_kv_pages_lie_right_behind_the_weights(monkeypatch: pytest.MonkeyPatch):
     kernels out: a layer's pages would not fit any more (a Llama-8B on an H200 did not start, with 3.2 GiB to spare).
     """
     before, made = set(map(id, jax.live_arrays())), []
-    allocate, ready = Runner._allocate_kv, []
+    allocate, ready = Runner.allocate_kv_cache, []
 
     def seen(runner: Runner) -> None:
         weights = set(map(id, runner._weights))
@@ -440,7 +440,7 @@ def test_kv_pages_lie_right_behind_the_weights(monkeypatch: pytest.MonkeyPatch):
         ready.append(len(runner._ready))
         allocate(runner)
 
-    monkeypatch.setattr(Runner, "_allocate_kv", seen)
+    monkeypatch.setattr(Runner, "allocate_kv_cache", seen)
     Engine(config_of("qwen2_tied", enforce_eager=False, **FEW_PROGRAMS))
     assert ready[0] > 4, "the programs were compiled before"
     assert not made
@@ -453,4 +453,4 @@ def test_kv_pages_that_the_device_has_no_room_for(monkeypatch: pytest.MonkeyPatc
     engine = Engine(config_of("qwen2_tied"))
     monkeypatch.setattr(engine._runner, "_make_kv", refuse)
     with pytest.raises(DoesNotFit, match=r"KV cache of [\d.]+ \w+ does not fit.*--kv-cache-memory-bytes"):
-        engine._runner.restore_kv_cache()
+        engine._runner.allocate_kv_cache()

@@ -229,10 +229,10 @@ def _read(path: Path) -> str:
 
 def load_codec(model: str, tokenizer: str | None) -> Any:
     """A tokenizer, or that of a model, without its weights."""
-    from jaxserve.checkpoint import TOKENIZER_FILES, Checkpoint, find, load_tokenizer
+    from jaxserve.checkpoint import Checkpoint, find_tokenizer
     from jaxserve.config import EngineConfig
 
     if tokenizer is not None:
-        return load_tokenizer(find(tokenizer, TOKENIZER_FILES, revision=None, param="tokenizer"), [])
+        return find_tokenizer(tokenizer, [])
     config = EngineConfig(model=model, load_format="dummy")
     return Checkpoint.open(config).load_tokenizer(config)
