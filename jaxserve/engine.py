@@ -252,14 +252,16 @@ class Engine:
         prompts in them.
         """
         last = self._in_flight[-1] if self._in_flight else None
-        return 2 if self._step_s < SHORT_STEP_S and last and last.plain and not last.plan.prefill else 1
+        alone = last and last.plain and not last.plan.prefill and len(last.plans) == 1
+        return 2 if alone and self._step_s < SHORT_STEP_S else 1
 
     def _launch(self) -> bool:
-        """Plans a step and starts it, if there is anything to do."""
+        """Plans a step and starts it, if there is anything to do, with a few more if those are sure to be like it."""
         plan = self._scheduler.plan()
         if plan is None:
             return False
-        self._in_flight.append(self._runner.launch(plan))
+        following = self._scheduler.plan_again(plan, self._runner.loops(plan) - 1)
+        self._in_flight.append(self._runner.launch(plan, *following))
         now = time.monotonic()
         for seq in plan.admitted:
             self._first_launch_s.setdefault(seq.request.request_id, now)
@@ -295,14 +297,18 @@ class Engine:
     def _commit(self, launched: Any) -> list[SequenceDelta]:
         results = self._runner.collect(launched)
         now = time.monotonic()
-        self._step_s += 0.2 * (min(now - self._collected_s, 0.1) - self._step_s)
+        step_s = min(now - self._collected_s, 0.1) / len(launched.plans)
+        self._step_s += 0.2 * (step_s - self._step_s)
         self._collected_s = now
         if results.prompt_logprobs is not None:
             self._take_prompt_logprobs(launched.plan, results.prompt_logprobs)
         if results.pooled is not None:
             self._take_sums(launched.plan, results.pooled)
-        events = self._scheduler.commit(launched.plan, results.tokens)
-        return [self._delta(event, results.logprobs, results.pooled) for event in events]
+        deltas = []
+        for plan, tokens in zip(launched.plans, results.tokens, strict=True):
+            events = self._scheduler.commit(plan, tokens)
+            deltas += [self._delta(event, results.logprobs, results.pooled) for event in events]
+        return deltas
 
     def _delta(self, event: Event, logprobs: np.ndarray | None, pooled: np.ndarray | None) -> SequenceDelta:
         seq, request = event.seq, event.seq.request

@@ -29,7 +29,7 @@ from jaxserve.sampling_inputs import empty_extras
 from jaxserve.shapes import Bucket, ceil_div, coarse
 from jaxserve.sharding import KV_PAGES, WHOLE, arrays, is_here, on_each, place, seen_as, spec_at
 from jaxserve.state import LOGPROB_COLUMNS, DeviceState, Drawn, Forward, KVPages, PackedLayout, row_columns
-from jaxserve.step import build_draw, build_forward, build_plain
+from jaxserve.step import build_draw, build_forward, build_loop, build_plain
 
 log = logging.getLogger(__name__)
 
@@ -41,16 +41,21 @@ GRAPH_PARTS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CON
 # From so many tokens on products are left to cuBLAS. XLA would compile and time dozens of kernels of its own for each,
 # with weights that the run before has left in the L2 cache, where in a step they never are: what it chooses is slower.
 CUBLAS_TOKENS = 8
+# Starting a program takes the host 1 to 1.7 ms on a GPU, longer than a step of a small model takes the device. Decode
+# steps of few rows that are sure to be alike are started two at a time there. More would be no faster, and a request
+# that comes meanwhile would wait for longer.
+LOOP_STEPS, LOOP_ROWS, LOOP_WEIGHT_BYTES = 2, 64, 8 * GiB
 COMPILE_STACK_BYTES = 64 * 2**20  # XLA recurses deeply on unrolled layers
 _stack_size = threading.Lock()  # one for the whole process
 
 
 class Kind(enum.Enum):
     """The programs that steps are made of; see step.py. PLAIN and FORWARD exist per bucket (FORWARD where there is
-    PLAIN too: per coarse bucket), DRAW per number of rows.
+    PLAIN too: per coarse bucket), DRAW per number of rows, LOOP for a few buckets without prompts.
     """
 
     PLAIN = "plain"
+    LOOP = "loop"
     FORWARD = "forward"
     DRAW = "draw"
 
@@ -103,6 +108,9 @@ class Programs:
         self.buckets = {Kind.FORWARD: deployment.buckets}
         if self.backend.platform != "cpu":
             self.buckets = {Kind.PLAIN: deployment.buckets, Kind.FORWARD: coarse(deployment.buckets)}
+        if self.backend.platform == "gpu" and mesh.size == 1 and self.weight_bytes <= LOOP_WEIGHT_BYTES:
+            few = (b for b in self.buckets[Kind.FORWARD] if not b.prefill_tokens and b.rows <= LOOP_ROWS)
+            self.buckets[Kind.LOOP] = tuple(sorted({deployment.buckets[0], *few}))
         self.layouts = {b: PackedLayout(b, deployment.page_size) for b in deployment.buckets}
         # Every program that a step may need, in a fixed order: first those that compile longest with nothing tried out.
         self.keys: list[Key] = [(Kind.DRAW, rows) for rows in sorted({b.rows for b in self.buckets[Kind.FORWARD]})]
@@ -235,7 +243,7 @@ class Programs:
         futures: dict[Key, Future[P]] = {}
 
         def compile_in_turn(key: Key, lowered: Any) -> P:
-            if key[0] is Kind.FORWARD and (alike := futures.get((Kind.PLAIN, key[1]))):
+            if key[0] is not Kind.PLAIN and (alike := futures.get((Kind.PLAIN, key[1]))):
                 wait_for([alike])  # it has the same products: XLA tries their kernels out once
             return compile(key, lowered)
 
@@ -274,7 +282,7 @@ class Programs:
         kind, size = key
         options: dict[str, Any] = {}
         if self.backend.platform == "gpu":
-            if kind is not Kind.PLAIN:
+            if kind in (Kind.FORWARD, Kind.DRAW):
                 options["xla_gpu_enable_command_buffer"] = GRAPH_PARTS
             if isinstance(size, Bucket) and size.tokens >= CUBLAS_TOKENS:
                 options["xla_gpu_enable_triton_gemm"] = False
@@ -288,7 +296,7 @@ class Programs:
         if isinstance(size, int):
             function = build_draw()
         else:
-            build = build_plain if kind is Kind.PLAIN else build_forward
+            build = {Kind.PLAIN: build_plain, Kind.LOOP: build_loop, Kind.FORWARD: build_forward}[kind]
             function = build(self._graphdef, self.layouts[size], self.backend)
         weights, updated, held, rest, results = self.signature(key, num_pages, max_model_len)
         shapes, tree = jax.tree.flatten((weights, updated, held, rest))
@@ -321,7 +329,9 @@ class Programs:
             return Signature((), updated, (drawn,) if takes_turns else (), (logits, columns, masks), (drawn,))
         weights, packed = (self._params,), array(self.layouts[size].size)
         kv = arrays(self.mesh, KV_PAGES, jax.eval_shape(lambda: self.new_kv(num_pages)))
-        if kind is Kind.PLAIN:
+        if kind in (Kind.PLAIN, Kind.LOOP):
+            if kind is Kind.LOOP:
+                tokens, packed = (array(LOOP_STEPS, *one.shape) for one in (tokens, packed))
             updated = (kv, state.page_table, state.last_token)
             return Signature(weights, updated, (tokens,) if takes_turns else (), (packed,), (tokens,))
         scored = array(size.prefill_tokens, LOGPROB_COLUMNS) if size.prefill_tokens else None

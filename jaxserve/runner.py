@@ -28,7 +28,7 @@ from jaxserve.errors import DoesNotFit
 from jaxserve.models.loading import LoadedModel
 from jaxserve.paging.kv_cache import GiB
 from jaxserve.plan import Plan
-from jaxserve.programs import Key, Kind, Programs
+from jaxserve.programs import LOOP_STEPS, Key, Kind, Programs
 from jaxserve.sampling_inputs import (
     GRAMMAR,
     LOGPROBS,
@@ -76,9 +76,9 @@ class Program:
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way: what was planned, and where its results will appear."""
+    """A step on its way, or a loop of steps: what was planned, and where its results will appear."""
 
-    plan: Plan
+    plans: list[Plan]  # of a loop: LOOP_STEPS, all of the same decode rows
     bucket: Bucket
     asked: int  # flags of all rows
     scored: bool  # some row wants its prompt's logprobs
@@ -89,12 +89,16 @@ class Launched:
     forward: Forward | None = None  # None: a plain step
     drawn: Drawn | None = None
 
+    @property
+    def plan(self) -> Plan:
+        return self.plans[0]
+
 
 @dataclass(slots=True)
 class Collected:
     """A step's results on the host, without padding: rows as the plan numbers them."""
 
-    tokens: np.ndarray  # i32[rows]
+    tokens: np.ndarray  # i32[plans, rows]
     logprobs: np.ndarray | None  # i32[rows, C]: logprob, rank, top ids, top logprobs; floats as their bits
     prompt_logprobs: np.ndarray | None  # i32[tokens of the prefill region, C]
     pooled: np.ndarray | None  # f32[rows, D]
@@ -212,7 +216,7 @@ class Runner:
         mesh = self._programs.mesh
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._programs.options(key)
-        if key[0] is Kind.PLAIN:
+        if key[0] in (Kind.PLAIN, Kind.LOOP):
             put, runs = None, [lowered.compile(options)] * 3
         else:
             put = _compiled(lambda _, new: jnp.copy(new), mesh, sent, np.zeros(sent.shape, np.int32))
@@ -253,16 +257,28 @@ class Runner:
 
     # --------------------------------------------------------------------------------------------------- steps
 
-    def launch(self, plan: Plan) -> Launched:
+    def loops(self, plan: Plan) -> int:
+        """How many steps with just the rows of this one can be launched as one, this one included; 1: none but this."""
+        sizes = self._programs.buckets.get(Kind.LOOP, ())
+        if len(plan.prefill) or plan.admitted or not any(size.holds(len(plan.decode), 0, 0) for size in sizes):
+            return 1
+        return 1 if self._asked(plan) else LOOP_STEPS
+
+    def _asked(self, plan: Plan) -> int:
+        """Flags of all rows."""
+        return functools.reduce(operator.or_, (self._flags[slot] for slot in plan.decode.slots + plan.prefill.slots))
+
+    def launch(self, plan: Plan, *following: Plan) -> Launched:
         """Starts a step and returns at once. Collect its results before the launch after the next; plain steps may be
-        three on their way.
+        three on their way. `following`: as many as loops() says, of the same rows, are started with it.
 
         If a row has a grammar, only the forward pass is started: draw() does the rest.
         """
+        if following:
+            return self._launch_loop([plan, *following])
         with self._compiles:
             edits = self._admit(plan)
-            slots = plan.decode.slots + plan.prefill.slots
-            asked = functools.reduce(operator.or_, (self._flags[slot] for slot in slots))
+            asked = self._asked(plan)
             scored = any(seq.score_prompt for seq in plan.prefill.seqs)
             kind = Kind.FORWARD if asked or scored or Kind.PLAIN not in self._programs.buckets else Kind.PLAIN
             buckets = self._programs.buckets[kind]
@@ -270,7 +286,7 @@ class Runner:
             room = self._programs.layouts[bucket].num_page_writes
             writes, plan.page_writes = plan.page_writes[room:], plan.page_writes[:room]  # long cached prompts
             launched = Launched(
-                plan, bucket, asked, scored, awaits_masks=bool(asked & GRAMMAR), plain=kind is Kind.PLAIN
+                [plan], bucket, asked, scored, awaits_masks=bool(asked & GRAMMAR), plain=kind is Kind.PLAIN
             )
             program, packed = self._program(kind, bucket), self._packer.pack(plan, bucket)
             draw = None
@@ -289,6 +305,15 @@ class Runner:
                 self._start_draw(launched, draw, None)
 
         self._dispatch(launched, start)
+        return launched
+
+    def _launch_loop(self, plans: list[Plan]) -> Launched:
+        bucket = choose_bucket(self._programs.buckets[Kind.LOOP], len(plans[0].decode), 0, 0)
+        launched = Launched(plans, bucket, asked=0, scored=False, awaits_masks=False, plain=True)
+        with self._compiles:
+            program = self._program(Kind.LOOP, bucket)
+        packed = np.stack([self._packer.pack(plan, bucket) for plan in plans])
+        self._dispatch(launched, lambda: self._start_plain(launched, program, packed))
         return launched
 
     def draw(self, launched: Launched, masks: dict[int, np.ndarray]) -> None:
@@ -369,7 +394,7 @@ class Runner:
         assert drawn is not None
         at = np.r_[0 : len(plan.decode), bucket.decode_rows : bucket.decode_rows + len(plan.prefill)]
         return Collected(
-            np.asarray(drawn.tokens)[at],
+            np.asarray(drawn.tokens).reshape(len(launched.plans), -1)[:, at],
             None if drawn.logprobs is None else np.asarray(drawn.logprobs)[at],
             np.asarray(forward.prompt_logprobs) if forward and launched.scored else None,
             np.asarray(forward.pooled)[at] if forward and launched.asked & POOLED else None,

@@ -191,6 +191,22 @@ class Scheduler:
         self._check()
         return plan if plan.num_rows else None
 
+    def plan_again(self, plan: Plan, count: int) -> list[Plan]:
+        """`count` more steps of the same rows as `plan`, the newest one; none unless it is sure that they all are.
+
+        So nobody may wait or be amid a prompt, and nobody reach its end or lack a page before the last of them.
+        """
+        if not count or len(self.waiting) or len(plan.prefill) or len(plan.decode) != len(self.running):
+            return []
+        if any(len(seq.token_ids) + seq.pending + count > seq.limit for seq in self.running):
+            return []
+        ends = (ceil_div(seq.computed + count, self.page_size) for seq in self.running)
+        missing = sum(max(end - len(seq.pages), 0) for end, seq in zip(ends, self.running, strict=True))
+        if missing > self.pool.num_free:
+            return []
+        plans = [self.plan() for _ in range(count)]
+        return [again for again in plans if again is not None]
+
     def _drain_last_rows(self) -> None:
         """Gives back slots and pages of sequences with nothing left to compute: they only wait for their last token."""
         if not self._last_rows:

@@ -83,21 +83,21 @@ def make_buckets(
     beside: dict[int, set[int]] = {}  # prompt tokens -> decode rows
     if platform == "gpu":
         rows = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, *range(768, max_num_seqs, 256)]
-        sizes, chunks, chunk = [64, 256, 512, 1024, 2048, 4096], (32, 64), 8
+        sizes, max_chunks, chunk = [64, 256, 512, 1024, 2048, 4096], 64, 8
         pairs = [(64, max_num_seqs), (256, max_num_seqs), (512 - FEW_ROWS, FEW_ROWS)]
         pairs += [(total - max_num_seqs, max_num_seqs) for total in (768, 1024, 2048, 4096)]
     elif platform == "tpu":
         rows = [8, 32, 128, 512, 2048]
-        sizes, chunks, chunk = [256, 1024, most], (16, 16), 16
+        sizes, max_chunks, chunk = [256, 1024, most], 16, 16
         pairs = [(256, max_num_seqs), (1024, max_num_seqs)]
     else:
         rows = [1, 4, 8, 16, 32, *(2**i for i in range(6, 13))]
-        sizes, chunks, chunk = [32, most], (8, 8), 16  # most chunks of a small and of any bucket; tokens of a short one
+        sizes, max_chunks, chunk = [32, most], 8, 16  # tokens of a short chunk
         pairs, beside = [], {32: {8}}
     for size, r in pairs:
         if 64 <= size <= limits[-1].tokens:
             beside.setdefault(size, set()).add(r)
-    most_chunks = min(chunks[1], max_num_seqs)
+    most_chunks = min(max_chunks, max_num_seqs)
     for r, size in limits:
         beside.setdefault(size, set()).add(r)
     rows = {max(r, fewest_rows) for r in rows if r < max_num_seqs} | {max(max_num_seqs, fewest_rows)}
@@ -105,13 +105,8 @@ def make_buckets(
     # Prompt chunks alone (a first request should not pay for empty rows), or with room for so many decode rows.
     for size in sizes:
         beside.setdefault(size, set()).add(0)
-
-    def short_chunks(size: int) -> int:
-        """In a bucket of so many tokens: each costs a row of logits, and a larger bucket holds more."""
-        return max(min(size // chunk, chunks[0]), size // (2 * chunk), 1)
-
     mixed = {
-        Bucket(size, min(r, max_num_seqs), min(size if (r, size) in limits else short_chunks(size), most_chunks))
+        Bucket(size, min(r, max_num_seqs), min(size if (r, size) in limits else max(size // chunk, 1), most_chunks))
         for size, some in beside.items()
         for r in some
         if size <= most

@@ -1,6 +1,7 @@
 """The step: embed, run all layers, draw the next tokens, update the device state.
 
 plain    rows that are greedy or have a temperature, nothing more: one program per bucket does it all
+loop     a few plain steps of the same rows, none of which is at its prompt, in one program
 forward  everything else: one program per bucket, as far as the logits ...
 draw     ... and one per number of rows that draws from them. Between the two the host learns what the step before
          drew, and makes the masks of rows with a grammar while the device is busy with the forward pass.
@@ -88,6 +89,25 @@ def build_plain(graphdef: Any, layout: PackedLayout, backend: Backend) -> Callab
         return kv, page_table, _remember(last_token, rows, token), token
 
     return plain
+
+
+def build_loop(graphdef: Any, layout: PackedLayout, backend: Backend) -> Callable[..., Any]:
+    """(params, kv, page_table, last_token, packed i32[k, n]) -> (kv, page_table, last_token, tokens i32[k, S]): k plain
+    steps, each with its own input. Donate kv, page_table and last_token.
+    """
+    plain = build_plain(graphdef, layout, backend)
+
+    def loop(
+        params: Any, kv: list[KVPages], page_table: Pages, last_token: Slots, packed: Int32[Array, "k n"]
+    ) -> tuple[list[KVPages], Pages, Slots, Int32[Array, "k S"]]:
+        def step(state: Any, packed: Int32[Array, " n"]) -> tuple[Any, Int32[Array, " S"]]:
+            *state, tokens = plain(params, *state, packed)
+            return tuple(state), tokens
+
+        state, tokens = lax.scan(step, (kv, page_table, last_token), packed)
+        return *state, tokens
+
+    return loop
 
 
 def _draw_plain(model: Any, hidden: Float[Array, "S D"], rows: dict[str, Array]) -> Int32[Array, " S"]:

@@ -122,14 +122,31 @@ class Loop:
         self.ends: dict[tuple[str, int], Event] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.plans: list[Plan] = []
+        self.looped = 0
 
-    def plan(self) -> Plan | None:
+    def plan(self, again: int = 0) -> Plan | None:
+        """The next step, and `again` more if they are sure to have the same rows."""
         plan = self.scheduler.plan()
         self.note(self.scheduler.take_endings())
         if plan:
-            self.plans.append(plan)
-            self.in_flight.append((plan, self.device.launch(plan)))
+            self._launch(plan)
+            following = self.scheduler.plan_again(plan, again)
+            assert len(following) in (0, again)
+            for other in following:
+                assert (other.decode.seqs, other.decode.slots) == (plan.decode.seqs, plan.decode.slots)
+                assert not (
+                    other.prefill.seqs
+                    or other.admitted
+                    or other.copies
+                    or other.decode.tokens.count(-1) < len(other.decode)
+                )
+                self._launch(other)
+            self.looped += bool(following)
         return plan
+
+    def _launch(self, plan: Plan) -> None:
+        self.plans.append(plan)
+        self.in_flight.append((plan, self.device.launch(plan)))
 
     def commit(self) -> list[Event]:
         plan, ids = self.in_flight.pop(0)

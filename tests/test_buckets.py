@@ -59,12 +59,11 @@ def test_on_a_gpu_a_step_of_prompts_beside_decode_rows_leaves_no_gaps_in_tiles_o
         assert choose_bucket(coarse(buckets), rows, tokens, 1).tokens == rows + tokens
 
 
-def test_on_a_gpu_steps_have_few_rows_of_logits_and_yet_take_many_short_prompts():
-    buckets = make_buckets(256, 8192, 1024, platform="gpu")
-    assert choose_bucket(buckets, 256, 512, 3).rows == 256 + 32
-    assert choose_bucket(buckets, 256, 512, 32).tokens == 256 + 512
-    assert choose_bucket(buckets, 256, 512, 64).tokens == 256 + 768, "as many chunks as a step may have"
-    assert choose_bucket(buckets, 0, 1000, 64).tokens == 1024
+@pytest.mark.parametrize(("max_num_seqs", "rows"), [(256, 256), (1024, 0)])
+def test_on_a_gpu_many_short_prompts_take_no_larger_step_than_a_long_one(max_num_seqs: int, rows: int):
+    buckets = make_buckets(max_num_seqs, 8192, 1024, platform="gpu")
+    for tokens, chunks in ((512, 64), (256, 32), (1000, 64)):
+        assert choose_bucket(buckets, rows, tokens, chunks) == choose_bucket(buckets, rows, tokens, 1)
 
 
 def test_prompts_with_knobs_are_not_padded_to_the_budget():

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 from jax._src import xla_bridge
 
+from jaxserve import deployment
 from jaxserve.checkpoint import Checkpoint
 from jaxserve.config import EngineConfig, offline_config
 from jaxserve.deployment import resolve_deployment
 from jaxserve.engine import Engine, _start_jax
 from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, RequestError
 from jaxserve.models.registry import resolve
+from jaxserve.programs import LOOP_STEPS, Kind, Programs
 from jaxserve.request import Request, SamplingParams
 from jaxserve.runner import Runner
 from jaxserve.sharding import shard_of
@@ -126,9 +128,9 @@ def test_steps_ahead_change_nothing(ahead, monkeypatch):
     engine = Engine(config_of("llama", pool_tokens=208), checks=True)
     launch = engine._runner.launch
 
-    def counted(plan):
+    def counted(plan, *following):
         most.append(1 + len(engine._in_flight))
-        return launch(plan)
+        return launch(plan, *following)
 
     engine._runner.launch = counted  # type: ignore[method-assign]
     check_every_path(engine, entries, "float32")
@@ -137,6 +139,42 @@ def test_steps_ahead_change_nothing(ahead, monkeypatch):
     stopped = request("s", entries[0]["prompt_ids"], len(ids))
     stopped.stop_ids = [stop]
     assert ids_of(run(engine, [stopped])["s", 0]) == ids[: ids.index(stop) + 1]
+
+
+def test_loops_of_steps_change_nothing(monkeypatch):
+    """What GPUs do: steps that are sure to have the same rows are launched as one. A stop id, or a request that comes
+    meanwhile, is seen after the last of them.
+    """
+    entries, resolve_backend = golden("llama"), deployment.resolve_backend
+    monkeypatch.setattr(
+        deployment, "resolve_backend", lambda *args, **how: replace(resolve_backend(*args, **how), platform="gpu")
+    )
+    monkeypatch.setattr(Programs, "options", lambda self, key: {})
+    engine = Engine(config_of("llama", pool_tokens=208), checks=True)
+    launch, launched = engine._runner.launch, []
+
+    def counted(plan, *following):
+        launched.append((len(plan.decode), 1 + len(following)))
+        return launch(plan, *following)
+
+    engine._runner.launch = counted  # type: ignore[method-assign]
+    check_every_path(engine, entries, "float32")
+    assert {steps for _, steps in launched} == {1, LOOP_STEPS} and {rows for rows, steps in launched if steps > 1} > {1}
+    assert {Kind.PLAIN, Kind.LOOP} == {kind for kind, _ in engine._runner._ready}
+    launched.clear()
+    ids, stop = entries[0]["ids"], entries[0]["ids"][5]
+    stopped = request("s", entries[0]["prompt_ids"], len(ids))
+    stopped.stop_ids = [stop]
+    assert ids_of(run(engine, [stopped])["s", 0]) == ids[: ids.index(stop) + 1]
+    assert (1, LOOP_STEPS) in launched
+    launched.clear()
+    drawn = [
+        request(f"{name}", entries[0]["prompt_ids"], 16, temperature=1.0, seed=3, **how)
+        for name, how in (("a", {}), ("b", {"top_k": 1000}))
+    ]
+    alone = [ids_of(run(engine, [each])[each.request_id, 0]) for each in drawn]
+    assert alone[0] == alone[1] and len(set(alone[0])) > 4
+    assert any(steps > 1 for _, steps in launched)
 
 
 @pytest.mark.parametrize(

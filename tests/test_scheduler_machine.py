@@ -88,9 +88,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             plan = self.loop.step()
             assert plan or not stuck or len(self.loop.ends) > ends, "an idle engine found nothing to do"
 
-    @rule()
-    def plan_only(self) -> None:
-        self.loop.plan()
+    @rule(again=st.sampled_from([0, 0, 1, 3]))
+    def plan_only(self, again: int) -> None:
+        self.loop.plan(again)
 
     @precondition(lambda self: self.loop.in_flight)
     @rule()

@@ -12,7 +12,7 @@ import pytest
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.deployment import resolve_deployment
 from jaxserve.models.loading import model_shapes
-from jaxserve.programs import Kind, Programs
+from jaxserve.programs import LOOP_STEPS, Kind, Programs
 from jaxserve.sharding import mesh_of
 
 PAGES = 128
@@ -133,20 +133,25 @@ def test_a_quantized_step_on_a_cpu_neither_copies_nor_widens_weights(
     [
         ("mosaic_gpu", Kind.PLAIN, False, HF), ("mosaic_gpu", Kind.PLAIN, True, HF),
         ("mosaic_gpu", Kind.FORWARD, True, HF), ("mosaic_gpu", Kind.PLAIN, True, NARROW_HEADS),
-        ("triton", Kind.PLAIN, True, HF),
+        ("mosaic_gpu", Kind.LOOP, False, HF), ("triton", Kind.PLAIN, True, HF),
     ],
-    ids=["decode", "mixed", "forward", "64", "triton"],
+    ids=["decode", "mixed", "forward", "64", "loop", "triton"],
 )  # fmt: skip
 def test_a_step_compiled_for_an_h200_copies_nothing_and_is_one_graph(
     backend: str, kind: Kind, mixed: bool, hf: dict, h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """XLA makes a CUDA graph of a plain step if there is nothing in it that the host has a part in: no loop, no
-    conditional, nothing that begins and ends.
+    """XLA makes a CUDA graph of a plain step, and of what a loop repeats, if there is nothing in it that the host has a
+    part in: no loop, no conditional, nothing that begins and ends.
     """
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
     hlo = check(backend, kind, mixed, hf, h200)
-    if kind is Kind.PLAIN:
+    if kind is not Kind.FORWARD:
         entry = hlo[hlo.index("\nENTRY ") :]
+        if kind is Kind.LOOP:
+            (loop,) = (line for line in entry.splitlines() if " while(" in line)
+            assert f'"known_trip_count":{{"n":"{LOOP_STEPS}"}}' in loop, "the host asks the device how often"
+            body = loop.partition("body=")[2].partition(",")[0]
+            entry = hlo[hlo.index(f"\n{body} ") :].partition("\n}")[0]
         found = set(re.findall(r"^ +(?:ROOT )?%[\w.-]+ = .*? ([\w-]+)\(", entry, re.MULTILINE))
         assert found <= {"fusion", "custom-call", "parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
 
