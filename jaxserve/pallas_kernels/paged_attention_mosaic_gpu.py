@@ -62,7 +62,8 @@ def attention(q: Array, kv: KVPages, meta: AttentionInput, **how: Any) -> Array:
     split, head_dim = meta.num_decode_rows, q.shape[2]
     if room := kv.shape[4] - head_dim:
         return attention(jnp.pad(q, ((0, 0), (0, 0), (0, room))), kv, meta, **how)[:, :, :head_dim]
-    if q.shape[0] > split and split % prefill.ALIGN:
+    in_place = not split % prefill.ALIGN and decode.heads_fill_tiles(q.shape[1] // kv.shape[1])
+    if q.shape[0] > split and not in_place:
         return jnp.concatenate(
             [_decode(q[:split], kv, meta, how), prefill.prefill_attention(q[split:], kv, meta, **how)]
         )

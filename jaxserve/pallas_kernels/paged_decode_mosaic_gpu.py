@@ -76,6 +76,8 @@ HEAD_DIMS = (64, 128, 256)
 MAX_GROUP = 16
 HEAD_ROWS = 8  # query heads of a tile: the least N of a wgmma, and what a TMA of the swizzled layout moves together
 MAX_SPLITS = 64  # partial results of a row
+SMEM_BYTES = 227 * 1024  # shared memory that CTAs of a multiprocessor have for their arrays ...
+RING_BYTES = 192 * 1024  # ... and what KV tiles may take of that
 COMBINE_CTAS = 2 * MULTIPROCESSORS
 SHORT = 64  # KV tiles of a row that holds up nothing where each worker has ROWS_EACH rows
 ROWS_EACH = 4
@@ -86,6 +88,7 @@ class Cuts(NamedTuple):
     """How the KV tiles of a batch are shared out, static."""
 
     workers: int  # CTAs for each kv head
+    each: int  # CTAs that share a multiprocessor
     stages: int  # KV tiles in flight per CTA
     min_tiles: int  # KV tiles that are worth a CTA of their own
     max_splits: int  # most workers of one row
@@ -124,17 +127,22 @@ class DecodeTuning:
 
     def cuts(self, rows: int, kv_heads: int, head_dim: int, longest: int) -> Cuts:
         """`longest`: most KV tiles that a row can have."""
-        tile_kib = 2 * 2 * KV_TILE * head_dim // 1024
-        each = self.ctas_each or (2 if rows * kv_heads > self.multiprocessors and tile_kib <= 32 else 1)
+        tile_bytes = tile_size(head_dim)
+        each = self.ctas_each or (2 if rows * kv_heads > self.multiprocessors and tile_bytes <= 2**15 else 1)
         workers = max(1, each * self.multiprocessors // kv_heads)
-        most = 192 // each // tile_kib  # of the 228 KiB
+        most = RING_BYTES // each // tile_bytes
         stages = min(self.stages or most, most)
         few = 4 * rows * kv_heads <= self.multiprocessors and longest > 4
         min_tiles = self.min_tiles or (2 if few else 4)
         splits = min(workers, MAX_SPLITS, ceil_div(longest, min_tiles) + 1)
         if longest < 2 * max(min_tiles // 2, 1) or longest <= SHORT and rows >= ROWS_EACH * workers:
             splits = 1
-        return Cuts(workers, stages, min_tiles, splits)
+        return Cuts(workers, each, stages, min_tiles, splits)
+
+
+def tile_size(head_dim: int) -> int:
+    """Bytes of K and V of a tile."""
+    return 2 * 2 * KV_TILE * head_dim
 
 
 def longest_row(width: int, page_size: int, sliding_window: int | None) -> int:
@@ -748,36 +756,40 @@ def decode_attention(
 ) -> Array:
     """Attention of one query per row: q [S, N, H], page_table i32[S, W], kv_lens i32[S] -> [S, N, H].
 
-    `into` [T, N, H], which is donated: it is returned instead, with the result in its first S tokens.
+    `into` [T, N, H] of kv's dtype, which is donated: it is returned instead, with the result in its first S tokens; for
+    groups that `heads_fill_tiles`.
     Rows of length 0 get 0. `work` is that of `decode_work` with the same window and tuning. Raises ValueError for
     shapes that the kernel does not take (see `unsupported`).
     """
     rows, heads, head_dim = q.shape
     group = heads // kv.shape[1]
     halves = ceil_div(group, HEAD_ROWS)
-    cuts = _cuts(kv, page_table, group, tuning, sliding_window)
+    cuts = _cuts(kv, page_table, group, tuning, sliding_window, fused=False)
     if work is None:
         work = make_work(kv_lens, page_table, kv.shape[3], sliding_window, cuts)
     qs = q.reshape(rows, -1, group, head_dim).astype(kv.dtype)
     if group % halves:
         qs = jnp.pad(qs, ((0, 0), (0, 0), (0, 1), (0, 0)))
     given = {"q": qs.reshape(rows, -1, halves, qs.shape[2] // halves, head_dim)} | _padded_sinks(sinks, kv, heads)
-    if into is not None and into.dtype == kv.dtype and not group % halves:
+    if into is not None:
         given["out"] = into.reshape(into.shape[0], *given["q"].shape[1:])
     out, _ = _attend(
         kv, work, page_table, given,
         cuts=cuts, scale=scale, sliding_window=sliding_window, softcap=softcap, eps=0.0,
     )  # fmt: skip
-    if into is not None and "out" in given:
+    if into is not None:
         return out.reshape(into.shape)
-    out = out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
-    return out if into is None else into.at[:rows].set(out)
+    return out.reshape(rows, -1, qs.shape[2], head_dim)[:, :, :group].reshape(q.shape).astype(q.dtype)
+
+
+def heads_fill_tiles(group: int) -> bool:
+    """Whether the query heads of a kv head are halves of the same size: an odd group of more than 8 is padded."""
+    return not group % ceil_div(group, HEAD_ROWS)
 
 
 def takes_qkv(kv: KVPages, num_heads: int) -> bool:
     """Whether `decode_qkv` can be used: turning q needs halves of a head that fill the 64 places of a tile."""
-    group = num_heads // kv.shape[1]
-    return kv.shape[4] % (2 * KV_TILE) == 0 and not group % ceil_div(group, HEAD_ROWS)
+    return kv.shape[4] % (2 * KV_TILE) == 0 and heads_fill_tiles(num_heads // kv.shape[1])
 
 
 def decode_qkv(
@@ -806,7 +818,7 @@ def decode_qkv(
     writes its k and v. The page that it streams does not have them yet: there they count as dead. Needs `takes_qkv`.
     """
     rows, (_, kv_heads, _, _, head_dim) = qkv.shape[0], kv.shape
-    cuts = _cuts(kv, page_table, num_heads // kv_heads, tuning, sliding_window)
+    cuts = _cuts(kv, page_table, num_heads // kv_heads, tuning, sliding_window, fused=True)
     given = {"qkv": qkv.reshape(rows, -1, head_dim), "cos": cos, "sin": sin}
     given |= {"bias": bias.reshape(-1, head_dim)} if bias is not None else {}
     given |= {name: x for name, x in (("q_norm", q_norm), ("k_norm", k_norm)) if x is not None}
@@ -830,12 +842,21 @@ def _padded_sinks(sinks: Array | None, kv: KVPages, num_heads: int) -> dict[str,
     return {"sinks": jnp.pad(sinks, ((0, 0), (0, 0), (0, HEAD_ROWS - sinks.shape[2]))).reshape(kv_heads, -1)}
 
 
-def _cuts(kv: KVPages, page_table: Array, group: int, tuning: DecodeTuning, sliding_window: int | None) -> Cuts:
-    """Raises ValueError for shapes that the kernel does not take."""
+def _cuts(
+    kv: KVPages, page_table: Array, group: int, tuning: DecodeTuning, sliding_window: int | None, *, fused: bool
+) -> Cuts:
+    """Those of `tuning`, with a shorter ring where large heads take the shared memory. `fused`: from the projection.
+
+    Raises ValueError for shapes that the kernel does not take.
+    """
     _, kv_heads, _, page_size, head_dim = kv.shape
     if reason := unsupported(dtype=str(kv.dtype), head_dim=head_dim, group=group):
         raise ValueError(f"paged decode on mosaic_gpu: {reason}")
     if page_size not in PAGE_SIZES:
         raise ValueError(f"paged decode on mosaic_gpu: page size must be one of {PAGE_SIZES}, got {page_size}")
     rows, width = page_table.shape
-    return tuning.cuts(rows, kv_heads, head_dim, longest_row(width, page_size, sliding_window))
+    cuts = tuning.cuts(rows, kv_heads, head_dim, longest_row(width, page_size, sliding_window))
+    heads = ceil_div(group, HEAD_ROWS) * HEAD_ROWS
+    taken = 2 * heads * head_dim + cuts.at_once * 2 * heads * KV_TILE + 4096  # q, P; barriers and what aligning takes
+    taken += (cuts.max_splits > 1) * 4 * heads * head_dim + fused * 2 * 2 * (heads + 2) * head_dim  # partial out; qkv
+    return cuts._replace(stages=min(cuts.stages, (SMEM_BYTES // cuts.each - taken) // tile_size(head_dim)))

@@ -185,6 +185,11 @@ GPU_MATRIX = [
         (32, 128, 4, "bfloat16", {"softcap": 20.0, "sinks": True}),
         (64, 256, 3, "float16", {"sliding_window": 70, "softcap": 50.0, "sinks": True}),
     ]
+] + [  # every group, with decode rows beside prompts
+    Case(decode=(63, 0, 64, 65, 1, 700, 129, 16), prefill=((5, 5), (130, 260), (1, 129)), prefill_padding=8,
+         page_size=(64, 16)[group % 2], head_dim=(64, 80, 96, 128, 256)[group % 5], group=group,
+         dtype=("bfloat16", "float16")[group % 3 // 2], sinks=group % 4 == 3)
+    for group in range(1, 17)
 ]  # fmt: skip
 
 # A quick selection of decode rows: each group and head dim, split and whole rows mixed, batches that fill the card.

@@ -17,27 +17,38 @@ from jaxserve.pallas_kernels.ops import resolve_backend
 pytestmark = pytest.mark.gpu
 
 _LENGTHS = (63, 0, 64, 65, 1, 700, 129, 512)
-QKV_MATRIX = [
-    RopeCase(Case(decode=_LENGTHS, page_size=page, head_dim=h, group=g, kv_heads=k, dtype=dtype, **how), bias, norm)
-    for page, h, g, k, dtype, bias, norm, how in [
-        (64, 128, 4, 8, "bfloat16", False, False, {}),
-        (64, 128, 6, 2, "bfloat16", True, False, {}),
-        (16, 128, 1, 4, "float16", True, True, {"sliding_window": 70}),
-        (128, 256, 8, 1, "bfloat16", False, True, {"softcap": 20.0}),
-        (64, 128, 10, 2, "bfloat16", False, False, {}),
-        (64, 128, 8, 2, "bfloat16", False, True, {"sliding_window": 128, "sinks": True}),
-        (64, 64, 8, 8, "bfloat16", True, False, {"sliding_window": 128, "sinks": True}),
-        (16, 80, 3, 1, "bfloat16", True, True, {"sinks": True}),
-        (64, 96, 1, 8, "float16", False, False, {"sliding_window": 70}),
+QKV_MATRIX = (
+    [
+        RopeCase(Case(decode=_LENGTHS, page_size=page, head_dim=h, group=g, kv_heads=k, dtype=dtype, **how), bias, norm)
+        for page, h, g, k, dtype, bias, norm, how in [
+            (64, 128, 4, 8, "bfloat16", False, False, {}),
+            (64, 128, 6, 2, "bfloat16", True, False, {}),
+            (16, 128, 1, 4, "float16", True, True, {"sliding_window": 70}),
+            (128, 256, 8, 1, "bfloat16", False, True, {"softcap": 20.0}),
+            (64, 128, 10, 2, "bfloat16", False, False, {}),
+            (64, 128, 8, 2, "bfloat16", False, True, {"sliding_window": 128, "sinks": True}),
+            (64, 64, 8, 8, "bfloat16", True, False, {"sliding_window": 128, "sinks": True}),
+            (16, 80, 3, 1, "bfloat16", True, True, {"sinks": True}),
+            (64, 96, 1, 8, "float16", False, False, {"sliding_window": 70}),
+        ]
     ]
-] + [
-    RopeCase(Case(decode=tuple(range(1, 257)), page_size=64, head_dim=128, group=4, kv_heads=8, dtype="bfloat16")),
-    RopeCase(Case(decode=(9000,), page_size=64, head_dim=128, group=6, kv_heads=2, dtype="bfloat16"), bias=True),
-    RopeCase(
-        Case(decode=(9000, 100), page_size=64, head_dim=128, group=3, kv_heads=2, dtype="bfloat16", sinks=True),
-        bias=True,
-    ),
-]
+    + [
+        RopeCase(
+            Case(decode=_LENGTHS, page_size=64, head_dim=(64, 128, 256)[group % 3], group=group, dtype="bfloat16"),
+            bias=group % 2 == 0,
+            norm=group % 4 < 2,
+        )
+        for group in range(1, 17)
+    ]
+    + [
+        RopeCase(Case(decode=tuple(range(1, 257)), page_size=64, head_dim=128, group=4, kv_heads=8, dtype="bfloat16")),
+        RopeCase(Case(decode=(9000,), page_size=64, head_dim=128, group=6, kv_heads=2, dtype="bfloat16"), bias=True),
+        RopeCase(
+            Case(decode=(9000, 100), page_size=64, head_dim=128, group=3, kv_heads=2, dtype="bfloat16", sinks=True),
+            bias=True,
+        ),
+    ]
+)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")

@@ -13,6 +13,8 @@ from rope_cases import RopeCase, make_rope_step, qkv_error
 
 from jaxserve.pallas_kernels import paged_attention_mosaic_gpu as kernel
 from jaxserve.pallas_kernels.paged_decode_mosaic_gpu import DecodeTuning, decode_attention
+from jaxserve.pallas_kernels.reference import AttentionInput
+from jaxserve.state import KVPages
 
 SMALL = DecodeTuning(ctas_each=1, min_tiles=1, multiprocessors=4)  # the interpreter runs a whole card's workers in turn
 DECODE = [
@@ -59,6 +61,26 @@ def test_every_head_dim_lowers_for_cuda_and_writes_in_place(head_dim, prefill, h
     fused = not prefill and head_dim in (128, 256)
     assert module.count("@mosaic_gpu_v2") == (1 if fused else 3 if prefill else 2)
     assert re.findall(r"tf.aliasing_output = (\d)", module) == ["1"]
+
+
+@pytest.mark.parametrize(
+    "group",
+    [5, 9, 14, 16, *(pytest.param(group, marks=pytest.mark.heavy) for group in (1, 2, 3, 7, 8, 11, 12, 13, 15))],
+)
+@pytest.mark.parametrize("prefill", [(), ((5, 5), (130, 260), (1, 129))], ids=["decode", "mixed"])
+def test_every_group_compiles_for_an_h200(prefill, group, h200):
+    """XLA takes what is around the kernels, and these fit the shared memory of a multiprocessor, at the widest heads."""
+    case = Case((7,) * 8, prefill, 8 * bool(prefill), 64, head_dim=256, group=group, dtype="bfloat16", extra_width=9)
+    step, there = make_rope_step(RopeCase(case, norm=True)), jax.sharding.SingleDeviceSharding(h200)
+
+    def attention(q: jax.Array, kv: KVPages, meta: AttentionInput) -> jax.Array:
+        return kernel.attention(q, kv, kernel.prepare(meta, case.page_size), **case.options)
+
+    q = jnp.zeros((len(step.qkv), 2 * group, 256), "bfloat16")
+    run, arguments = (attention, (q, step.kv, step.meta)) if prefill else (attend(step, case), step.arguments)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), arguments)
+    hlo = jax.jit(run).lower(*shapes).compile({"xla_gpu_autotune_level": 0}).as_text()
+    assert "mosaic_gpu_v2" in hlo
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,9 @@ CASES = [
     Case(decode=(300, 20), page_size=64, head_dim=64, group=8, kv_heads=1, dtype="float16"),
     Case(decode=(130, 0), page_size=64, head_dim=64, group=7, kv_heads=1, dtype="bfloat16", sliding_window=128),
     Case(decode=(150, 0), page_size=64, head_dim=64, group=11, kv_heads=1, dtype="bfloat16", sinks=True),
+    Case(decode=(70,), page_size=64, head_dim=64, group=5, kv_heads=2, dtype="bfloat16"),
+    Case(decode=(70,), page_size=16, head_dim=64, group=13, kv_heads=2, dtype="float16"),
+    Case(decode=(70,), page_size=64, head_dim=64, group=14, kv_heads=1, dtype="bfloat16"),
     Case(decode=(300, 63, 1), page_size=64, head_dim=64, group=3, kv_heads=2, dtype="bfloat16", sliding_window=128,
          sinks=True),
 ]  # fmt: skip

@@ -25,6 +25,7 @@ CASES = [
     Case(decode=(3,) * 8, prefill=((77, 300), (5, 100)), page_size=64, head_dim=256, group=1, kv_heads=1,
          dtype="float16", sliding_window=100),
     Case(prefill=((9, 9),), prefill_padding=130, page_size=32, head_dim=64, group=1, kv_heads=2, dtype="float16"),
+    Case(prefill=((5, 70),), page_size=64, head_dim=64, group=5, kv_heads=2, dtype="bfloat16"),
     Case(prefill=((77, 200), (0, 0), (3, 3)), prefill_padding=3, page_size=64, head_dim=64, group=2, kv_heads=1,
          dtype="bfloat16", sliding_window=100, sinks=True),
 ]  # fmt: skip
