@@ -420,12 +420,8 @@ def test_the_servers_own_figures_are_reported(stand_in, tmp_path: Path, capsys):
 
 
 def test_the_names_read_are_names_that_our_server_has():
-    text = (
-        metrics.Metrics(lambda: EngineStats(running=1, allocated_token_slots=8, used_token_slots=6), "m")
-        .text()
-        .decode()
-    )
-    first = server_metrics.parse_metrics(text)
+    stats = EngineStats(running=1, allocated_token_slots=8, used_token_slots=6, peak_device_memory_bytes=2**31)
+    first = server_metrics.parse_metrics(metrics.Metrics(lambda: stats, "m").text().decode())
     both = server_metrics.ServerMetrics(client=None, samples=[first, first])  # type: ignore[arg-type]
     assert both.numbers() == {
         "mean_kv_cache_wasted_slots_ratio": 0.25,
@@ -434,7 +430,12 @@ def test_the_names_read_are_names_that_our_server_has():
         "prefix_cache_hits": 0.0,
         "num_preemptions": 0.0,
         "compiles_after_warmup": 0.0,
+        "peak_device_memory_bytes": 2.0**31,
     }
+
+
+def test_a_device_that_does_not_tell_its_peak_has_no_gauge():
+    assert b"peak_device_memory_bytes" not in metrics.Metrics(EngineStats, "m").text()
 
 
 # ----------------------------------------------------------------------------------------------------- offline
@@ -445,7 +446,7 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[list[int]], Any]] = []
-        self.stats = EngineStats(allocated_token_slots=16, used_token_slots=12)
+        self.stats = EngineStats(allocated_token_slots=16, used_token_slots=12, peak_device_memory_bytes=3 * 2**29)
 
     def get_tokenizer(self) -> WordCodec:
         return WordCodec()
@@ -483,7 +484,9 @@ def test_throughput(llm: FakeLLM, tmp_path: Path, capsys):
     assert (got["num_requests"], got["total_num_tokens"], got["total_output_tokens"]) == (3, 18 + 24, 24)
     assert got["tokens_per_second"] == pytest.approx(42 / got["elapsed_time"])
     assert (got["num_preemptions"], got["mean_kv_cache_wasted_slots_ratio"]) == (1, 0.25)
-    assert capsys.readouterr().out.startswith("Throughput: ")
+    assert got["peak_device_memory_bytes"] == 3 * 2**29
+    out = capsys.readouterr().out
+    assert out.startswith("Throughput: ") and out.endswith("\nPeak device memory: 1.50 GiB\n")
 
 
 def test_latency(llm: FakeLLM, tmp_path: Path, capsys):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.config import EngineConfig, from_arguments
+from jaxserve.config import EngineConfig, from_arguments, size_text
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -33,16 +33,17 @@ class SlotWatch:
     ratios: list[float] = dataclasses.field(default_factory=list)
     preemptions: int = 0
     prefix_cache_hit_tokens: int = 0
+    peak_device_memory_bytes: int | None = None
 
     def numbers(self) -> dict[str, Any]:
         """Result keys; without a sample (a run shorter than the period) no waste is claimed."""
-        waste = {}
+        numbers: dict[str, Any] = {"prefix_cache_hits": self.prefix_cache_hit_tokens, "num_preemptions": self.preemptions}
         if self.ratios:
-            waste = {
+            numbers |= {
                 "mean_kv_cache_wasted_slots_ratio": sum(self.ratios) / len(self.ratios),
                 "max_kv_cache_wasted_slots_ratio": max(self.ratios),
             }
-        return {"prefix_cache_hits": self.prefix_cache_hit_tokens, "num_preemptions": self.preemptions, **waste}
+        return numbers | {"peak_device_memory_bytes": self.peak_device_memory_bytes}
 
     def line(self) -> str:
         numbers = self.numbers()
@@ -50,6 +51,8 @@ class SlotWatch:
         if "mean_kv_cache_wasted_slots_ratio" in numbers:
             mean, peak = numbers["mean_kv_cache_wasted_slots_ratio"], numbers["max_kv_cache_wasted_slots_ratio"]
             text += f", wasted KV slots: mean {mean:.2%}, peak {peak:.2%}"
+        if (peak_bytes := self.peak_device_memory_bytes) is not None:
+            text += f"\nPeak device memory: {size_text(peak_bytes)}"
         return text
 
 
@@ -75,3 +78,4 @@ def watched_slots(llm: "LLM") -> Iterator[SlotWatch]:
         after = llm.get_metrics()
         watch.preemptions = after.preemptions - first[0]
         watch.prefix_cache_hit_tokens = after.prefix_cache_hit_tokens - first[1]
+        watch.peak_device_memory_bytes = after.peak_device_memory_bytes
