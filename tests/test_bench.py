@@ -448,6 +448,8 @@ class FakeLLM:
         self.batches: list[tuple[list[list[int]], Any]] = []
         self.stats = EngineStats(allocated_token_slots=16, used_token_slots=12, peak_device_memory_bytes=3 * 2**29)
 
+    info = SimpleNamespace(vocab_size=98, max_model_len=2048)  # the tokenizer knows 2 ids more
+
     def get_tokenizer(self) -> WordCodec:
         return WordCodec()
 
@@ -479,6 +481,7 @@ def test_throughput(llm: FakeLLM, tmp_path: Path, capsys):
     assert cli.main([*argv, "--output-json", str(file)]) == 0
     (warm, _), (prompts, params) = llm.batches
     assert len(warm) == 1 and [len(p) for p in prompts] == [6, 6, 6] and warm[0] not in prompts
+    assert all(i < 98 for ids in warm + prompts for i in ids)
     assert all(p.ignore_eos and p.max_tokens == 4 and p.n == 2 and p.detokenize for p in params)
     got = json.loads(file.read_text())
     assert (got["num_requests"], got["total_num_tokens"], got["total_output_tokens"]) == (3, 18 + 24, 24)
@@ -493,7 +496,7 @@ def test_latency(llm: FakeLLM, tmp_path: Path, capsys):
     file = tmp_path / "l.json"
     argv = "bench latency --batch-size 2 --input-len 5 --output-len 3 --num-iters 3 --num-iters-warmup 1 --disable-tqdm"
     assert cli.main([*argv.split(), "--output-json", str(file)]) == 0
-    assert len(llm.batches) == 4
+    assert len(llm.batches) == 4 and all(i < 98 for prompts, _ in llm.batches for ids in prompts for i in ids)
     assert len({tuple(p) for prompts, _ in llm.batches for p in prompts}) == 8  # never a prompt twice
     got = json.loads(file.read_text())
     assert len(got["latencies"]) == 3 and got["avg_latency"] == pytest.approx(np.mean(got["latencies"]))
@@ -514,6 +517,16 @@ def test_latency(llm: FakeLLM, tmp_path: Path, capsys):
 def test_bad_offline_options(argv: str, message: str, llm: FakeLLM, capsys):
     assert cli.main(["bench", *argv.split()]) == 2
     assert message in capsys.readouterr().err and not llm.batches
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_prompts_that_are_too_long_name_the_option(command: str, llm: FakeLLM, capsys):
+    assert cli.main(["bench", command, "--input-len", "2000", "--output-len", "49"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxserve: error: a prompt of 2000 tokens and an answer of 49 do not fit the model's context of 2048: "
+        "lower --input-len or --output-len\n"
+    )
+    assert not llm.batches
 
 
 def test_engine_options_reach_the_llm(monkeypatch: pytest.MonkeyPatch):
