@@ -204,6 +204,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.sweep and args.backend != "mosaic_gpu":
         parser.error("--sweep is for --backend mosaic_gpu")
+    if (platform := jax.devices()[0].platform) != "gpu":
+        sys.exit(f"{sys.argv[0]} needs a GPU: JAX finds a {platform}; with an NVIDIA GPU, pip install '.[cuda]'")
     print(f"# Kernels of {args.backend} on {jax.devices()[0].device_kind}, jax {jax.__version__}")
     check = {
         "decode": partial(check_attention, "Decode", args.backend, DECODE_MATRIX),
