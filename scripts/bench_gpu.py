@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from bench_cpu import bench_serve, server
 from floors import Card, add_card_arguments, card_of, decode_s, least_s, output_tokens_per_s, weights_of
 from made_tokenizer import make_tokenizer
+from need_gpu import check_platform
 
 from jaxserve.bench.server_metrics import parse_metrics
 from jaxserve.models.base import decoder_config
@@ -210,10 +211,10 @@ PARTS = {"server": serve, "offline": offline, "structured": structured, "decode"
 def find_gpu() -> str:
     """The GPU's name. A process of its own asks JAX, which would keep the memory. Ends this one if there is none."""
     done = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{sys.argv[0]}: JAX does not start: {done.stderr.strip().splitlines()[-1]}")
     backend, _, kind = done.stdout.strip().partition(" ")
-    if backend != "gpu":
-        why = f"JAX finds a {backend}" if backend else done.stderr.strip().splitlines()[-1]
-        sys.exit(f"{sys.argv[0]} needs a GPU: {why}; with an NVIDIA GPU, pip install '.[cuda]'")
+    check_platform(backend)
     return kind
 
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from floors import Weights, add_card_arguments, card_of, decode_s, least_s, weights_of
+from need_gpu import check_platform
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.offline import load_llm, peak_memory_line
@@ -49,11 +50,12 @@ def main() -> None:
     add_arguments(parser, EngineConfig)
     args = parser.parse_args()
     llm = load_llm(args)
+    check_platform(jax.devices()[0].platform)  # not before: JAX would start without the memory's share
     for batch in args.batch:
         profile_decode(args, llm, batch)
     if args.prefill:
         profile_prefill(args, llm)
-    print(peak_memory_line(llm.get_metrics().peak_device_memory_bytes))
+    print(f"\n{peak_memory_line(llm.get_metrics().peak_device_memory_bytes)}")
 
 
 def submit(llm: LLM, count: int, prompt_len: int, max_tokens: int) -> list[str]:

@@ -181,13 +181,17 @@ def test_an_unknown_shape_is_named(bench_gpu, monkeypatch, capsys):
 # -------------------------------------------------------------------------------------------- on other machines
 
 
-@pytest.mark.parametrize("name", ["bench_gpu", "check_kernels_gpu"])
-def test_without_a_gpu_there_is_one_clear_line(name: str, tmp_path: Path):
+MODEL = ("--model", str(GOLDENS / "llama"), "--tokenizer", str(GOLDENS / "vocab" / "qwen2.gguf"), "--enforce-eager")
+
+
+@pytest.mark.parametrize("argv", [["bench_gpu"], ["check_kernels_gpu"], ["profile_step", *MODEL]], ids=lambda a: a[0])
+def test_without_a_gpu_there_is_one_clear_line(argv: list[str], tmp_path: Path):
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, str(SCRIPTS / f"{name}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    wanted = f"{command[1]} needs a GPU: JAX finds a cpu; with an NVIDIA GPU, pip install '.[cuda]'\n"
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", wanted)
+    script = str(SCRIPTS / f"{argv[0]}.py")
+    done = subprocess.run([sys.executable, script, *argv[1:]], capture_output=True, text=True, check=False, env=env)
+    wanted = f"{script} needs a GPU: JAX finds a cpu; with an NVIDIA GPU, pip install '.[cuda]'\n"
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(wanted) and "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")
