@@ -319,7 +319,11 @@ def test_whether_jax_was_started_is_seen():
     ("options", "error", "words"),
     [
         ({"max_model_len": 100_000}, ConfigError, "at most the model's"),
-        ({"pool_tokens": 64, "max_model_len": 128}, DoesNotFit, r"longest that fits is 64.*--max-model-len 64"),
+        (
+            {"pool_tokens": 64, "max_model_len": 128},
+            DoesNotFit,
+            r"longest that fits is 64.*--max-model-len 64 \(or auto\), or give more memory with --kv-cache-memory-bytes$",
+        ),
         ({"max_num_batched_tokens": 20}, ConfigError, "at least max_num_seqs"),
         ({"attention_backend": "mosaic_gpu"}, ConfigError, "mosaic_gpu"),
     ],
