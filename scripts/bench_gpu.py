@@ -212,7 +212,7 @@ def find_gpu() -> str:
     """The GPU's name. A process of its own asks JAX, which would keep the memory. Ends this one if there is none."""
     done = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{sys.argv[0]}: JAX does not start: {done.stderr.strip().splitlines()[-1]}")
+        sys.exit(f"{sys.argv[0]} needs a GPU, and JAX does not start: {done.stderr.strip().splitlines()[-1]}")
     backend, _, kind = done.stdout.strip().partition(" ")
     check_platform(backend)
     return kind
@@ -258,14 +258,26 @@ def table(shape: str, figures: Figures, best: dict[str, float]) -> str:
         floor, share = best.get(name), None
         if floor:
             share = value / floor if name.endswith("tok/s") else floor / value
-        cells = [name, *map(number, (value, vllm, goal, floor)), "" if share is None else f"{share:.0%}"]
-        lines.append(f"| {' | '.join([*cells, '' if peak_bytes is None else f'{peak_bytes / GiB:.1f}'])} |")
+        peak = peak_bytes and peak_bytes / GiB
+        texts = (
+            number(value),
+            shown(vllm, ","),
+            shown(goal, ","),
+            number(floor),
+            shown(share, ".0%"),
+            shown(peak, ".1f"),
+        )
+        lines.append(f"| {name} | {' | '.join(texts)} |")
     return "\n".join(lines)
 
 
 def number(value: float | None) -> str:
     """With three digits at least."""
-    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return shown(value, ",.0f" if value and value >= 100 else "#.3g")
+
+
+def shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 if __name__ == "__main__":

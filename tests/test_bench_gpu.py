@@ -99,7 +99,7 @@ def test_the_table(bench_gpu):
         "| start, cold s | 67.3 | 111 | 75 |  |  | 125.8 |\n"
         "| offline 256, tok/s | 10,670 | 9,918 | 10,900 | 13,568 | 79% | 125.8 |\n"
         "| offline 256, wasted slots % | 5.43 |  |  |  |  |  |\n"
-        "| decode batch 1, ms | 4.25 | 5.09 | 4.3 | 3.5 | 82% | 20.0 |"
+        "| decode batch 1, ms | 4.25 | 5.09 | 4.3 | 3.50 | 82% | 20.0 |"
     )
 
 
@@ -167,7 +167,7 @@ def test_what_an_earlier_call_has_left_is_shown(bench_gpu, monkeypatch, tmp_path
     measured = Measured(bench_gpu, monkeypatch)
     call(bench_gpu, monkeypatch, capsys, "qwen-1.5b", "--parts", "decode", "--out", str(tmp_path))
     out, _ = call(bench_gpu, monkeypatch, capsys, "--out", str(tmp_path), "--parts")
-    assert "| decode batch 64, ms | 4.26 | 4.07 | 2 | 0.824 | 19% | 20.5 |" in out and "## llama-8b" in out
+    assert "| decode batch 64, ms | 4.26 | 4.07 | 2.0 | 0.824 | 19% | 20.5 |" in out and "## llama-8b" in out
     assert len(measured.caches) == 1
 
 
