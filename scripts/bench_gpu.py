@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -227,8 +228,8 @@ def heading(device: str, card: Card) -> str:
         driver = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=False).stdout.split()
         versions += [f"driver {driver[0]}"] if driver else []
     return (
-        f"# {device}\n\n`python scripts/bench_gpu.py {' '.join(sys.argv[1:])}`, {datetime.date.today()}\n"
-        f"{', '.join(versions)}\nFloor: memory at {card.read_tb_s:g} TB/s, products at {card.matrix_tflops:g} TFLOP/s"
+        f"# {device}\n\n`{shlex.join(['python', 'scripts/bench_gpu.py', *sys.argv[1:]])}`, {datetime.date.today()}  \n"
+        f"{', '.join(versions)}  \nFloor: memory at {card.read_tb_s:g} TB/s, products at {card.matrix_tflops:g} TFLOP/s"
     )
 
 

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.bench.offline import watched_slots
 from jaxserve.models.base import decoder_config
+from jaxserve.runner import Runner
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS, GOLDENS = ROOT / "scripts", ROOT / "tests" / "goldens"
@@ -199,6 +201,15 @@ def tiny() -> LLM:
     """A model of few token ids, with a tokenizer that has more."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 48, "enforce_eager": True, "page_size": 16}
     return LLM(str(GOLDENS / "llama"), tokenizer=str(GOLDENS / "vocab" / "qwen2.gguf"), **options)
+
+
+def test_the_peak_of_the_device_comes_with_the_engines_figures(tiny: LLM, monkeypatch):
+    assert tiny.get_metrics().peak_device_memory_bytes is None, "a CPU does not say"
+    monkeypatch.setattr(Runner, "peak_memory_bytes", lambda self: 2**30)
+    with watched_slots(tiny) as watch:
+        pass
+    assert watch.numbers()["peak_device_memory_bytes"] == 2**30
+    assert watch.line().endswith("\nPeak device memory: 1.00 GiB")
 
 
 def test_prompts_of_a_profile_are_ids_of_the_model(script, tiny: LLM):
