@@ -102,6 +102,7 @@ class GGUFCheckpoint(Checkpoint):
         self.generation_config = {**(recommended or {}), **self.file.generation_config}
 
     def tensors(self) -> Iterator[tuple[str, TensorReader]]:
+        self.file.check_weights()
         return self.file.tensors()
 
     def _own_tokenizer(self) -> "Tokenizer":

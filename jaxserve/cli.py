@@ -49,6 +49,13 @@ COMMANDS: dict[tuple[str, ...], Command] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong as all our errors are said."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message.removeprefix('argument ')} (`{self.prog} --help` lists the options)")
+
+
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser, ServeConfig)
 
@@ -88,7 +95,7 @@ def _run(argv: list[str]) -> int:
     path = _find(argv)
     command, name = COMMANDS[path], path[-1].replace("-", "_")
     module = import_module(command.module)
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=" ".join(("jaxserve", *path)),
         usage=f"%(prog)s {command.usage}".rstrip(),
         description=command.doc[0].upper() + command.doc[1:] + ".",

@@ -205,6 +205,7 @@ class Engine:
         stats = self._scheduler.stats()
         stats.paused, stats.sleep_level = self._controller.paused, self._controller.sleep_level
         stats.compiles_after_warmup = self._runner.compiles_after_warmup
+        stats.peak_device_memory_bytes = self._runner.peak_memory_bytes()
         return stats
 
     # ------------------------------------------------------------------------------------------------- steps

@@ -84,6 +84,8 @@ class GGUFFile:
         head_dim = self._whole("attention.key_length", hidden // heads)
         if self._whole("rope.dimension_count", head_dim) != head_dim:
             raise ConfigError(f"{self.path.name}: rope over a part of the head is not supported")
+        if not self._tensors:
+            self.check_weights()
         if "token_embd.weight" not in self._tensors:
             raise ConfigError(f"{self.path.name} has no tensor token_embd.weight")
         window = self._own("attention.sliding_window") and self._whole("attention.sliding_window")
@@ -136,6 +138,14 @@ class GGUFFile:
         ids = [i for key in ends for i in token_ids(ends, key, file=self.path.name)]
         values["eos_token_id"] = list(dict.fromkeys(ids)) or None
         return {k: v for k, v in values.items() if v is not None}
+
+    def check_weights(self) -> None:
+        """Raises ConfigError for a file of a vocabulary alone: without a single layer."""
+        if not any(name.startswith("blk.") for name in self._tensors):
+            raise ConfigError(
+                f"{self.path} holds no weights: a tokenizer is all that is in it, which --tokenizer takes",
+                param="model",
+            )
 
     def tensors(self) -> Iterator[tuple[str, Callable[[], np.ndarray]]]:
         """(HF name, read) of every tensor, in file order; `read()` dequantises. Unknown names stay as they are."""

@@ -23,6 +23,7 @@ from jaxserve.frontend import Frontend, OutputBuilder, Prompt, as_prompt
 from jaxserve.parsers import check_tools, thinking_limiter
 from jaxserve.request import (
     EmbeddingRequestOutput,
+    EngineInfo,
     EngineStats,
     RequestOutput,
     SamplingParams,
@@ -165,6 +166,11 @@ class LLM:
             builders.append(self._frontend.output_builder(request, prompt if isinstance(prompt, str) else None))
         self._finish(self._hand_over(builders), use_tqdm)
         return [builder.embedding_output(dimensions) for builder in builders]
+
+    @property
+    def info(self) -> EngineInfo:
+        """What was started: the model's vocabulary, the longest sequence, KV pages, the device."""
+        return self._engine.info
 
     def get_tokenizer(self) -> Tokenizer:
         return self._frontend.tokenizer

@@ -74,7 +74,7 @@ ITL_BUCKETS_S = (
 )
 LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 
-GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
+GAUGES: dict[str, tuple[str, Callable[[EngineStats], float | None]]] = {
     "num_requests_running": ("sequences being computed", lambda s: s.running),
     "num_requests_waiting": ("sequences waiting for a slot or for pages", lambda s: s.waiting),
     "kv_cache_usage_perc": ("share of KV pages in use, 0 to 1", lambda s: s.pages_used / max(s.pages_total, 1)),
@@ -84,6 +84,10 @@ GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     ),
     "engine_paused": ("1 while POST /pause holds new requests", lambda s: s.paused),
     "engine_sleep_level": ("0: awake; 1: weights in host memory; 2: weights dropped", lambda s: s.sleep_level),
+    "peak_device_memory_bytes": (
+        "the most bytes of one device's memory that were in use so far; absent where the device does not say (a CPU)",
+        lambda s: s.peak_device_memory_bytes,
+    ),
 }
 COUNTERS: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", lambda s: s.prefix_cache_query_tokens),
@@ -107,9 +111,10 @@ class EngineCollector(Collector):
         stats = self._stats()
         for table, family_type in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
             for name, (doc, read) in table.items():
-                family = family_type(PREFIX + name, doc, labels=["model_name"])
-                family.add_metric(self._labels, float(read(stats)))
-                yield family
+                if (value := read(stats)) is not None:
+                    family = family_type(PREFIX + name, doc, labels=["model_name"])
+                    family.add_metric(self._labels, float(value))
+                    yield family
 
 
 class Sum(Collector):

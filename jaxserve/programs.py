@@ -123,12 +123,14 @@ class Programs:
         model = self.model
         wanted = model.max_model_len if config.max_model_len is None else config.max_model_len
         bytes_per_token = model.kv_bytes_per_token(self._dtype.itemsize) // model.head_dim
+        by_share = config.kv_cache_memory_bytes is None and self.backend.platform != "cpu"
         return size_pool(
             config.kv_cache_memory_bytes or free_bytes(),
             page_size=self.deployment.page_size,
             bytes_per_token=bytes_per_token * self.backend.stored_head_dim(model.head_dim),
             max_model_len=wanted if isinstance(wanted, int) else None,
             model_max_len=model.max_model_len,
+            option="gpu_memory_utilization" if by_share else "kv_cache_memory_bytes",
         )
 
     def free_bytes(self, share_bytes: int, weight_bytes: int) -> int:

@@ -488,6 +488,7 @@ class EngineStats:
     used_token_slots: int = 0  # of those, holding a token
     paused: bool = False
     sleep_level: int = 0  # 0: awake
+    peak_device_memory_bytes: int | None = None  # the most of one device's; None: it does not say (a CPU)
 
 
 class EngineClient(Protocol):

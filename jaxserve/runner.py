@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 COPIES_AT_ONCE = 16  # page copies of one call
 PAGE_WRITES_AT_ONCE = 1024  # page-table entries of one call, where a step's own room is too small
 CPU_KV_BYTES = 2 * GiB
+MEMORY_PERIOD_S = 0.1  # devices are asked for their peak at most this often: stats are wanted with every step
 
 
 @dataclass(slots=True)
@@ -116,6 +117,8 @@ class Runner:
         self._compiles = _CompileCounter()
         self._device = ThreadPoolExecutor(1, "device")
         self._flags = [0] * self._num_slots
+        self._peak_bytes: int | None = None
+        self._peak_due_s = 0.0
         self.pool = programs.size_pool(config, lambda: self._free_bytes(config.gpu_memory_utilization))
         log.info("%s%s", self.pool, f", on each of {mesh.size} devices" if mesh.size > 1 else "")
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
@@ -152,6 +155,16 @@ class Runner:
         limit, used = min(stats["bytes_limit"] for stats in found), max(stats["bytes_in_use"] for stats in found)
         # On a GPU the limit is our share: JAX keeps to it.
         return self._programs.free_bytes(int(limit * share) if platform == "tpu" else limit, used)
+
+    def peak_memory_bytes(self) -> int | None:
+        """The most bytes of a device's memory that were in use so far, of what JAX allocates; of several devices the
+        largest. None where the device does not say.
+        """
+        if (now := time.monotonic()) >= self._peak_due_s:
+            self._peak_due_s = now + MEMORY_PERIOD_S
+            found = [device.memory_stats() or {} for device in self._programs.mesh.local_devices]
+            self._peak_bytes = max((s["peak_bytes_in_use"] for s in found if "peak_bytes_in_use" in s), default=None)
+        return self._peak_bytes
 
     def allocate_kv_cache(self) -> None:
         """Allocates the KV pages, and waits: what does not fit is to fail now, not in the first step.

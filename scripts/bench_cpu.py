@@ -252,7 +252,7 @@ def report(args: argparse.Namespace) -> None:
     facts = dict(line.split(": ", 1) for line in environment_lines(with_devices=False) if ": " in line)
     shown = [arg if arg != args.transformers_python else "PYTHON" for arg in sys.argv[1:]]
     memory = facts["memory"].split(",")[0]
-    print(f"Command: `scripts/bench_cpu.py {' '.join(shown)}`, {datetime.date.today()}  ")
+    print(f"Command: `python scripts/bench_cpu.py {' '.join(shown)}`, {datetime.date.today()}  ")
     print(f"Machine: {facts['cpu']}, {memory}; jax {facts['jax']}, Python {facts['python'].split()[0]}  ")
     print(f"Transformers: {versions}.  ")
     print(f"Prompts of {args.input_len} tokens, answers of {args.output_len}, {args.dtype}, greedy.\n")

@@ -1,6 +1,6 @@
 """What one HTTP process costs per token, without a model: its CPU time while it serves streams of one token per event.
 
-    scripts/bench_http.py [--route chat] [--streams 256] [--tokens 200] [--step-ms 10] [--profile]
+    python scripts/bench_http.py [--route chat] [--streams 256] [--tokens 200] [--step-ms 10] [--profile]
 
 An engine that makes one token per stream and step, and the clients, run in processes of their own; of the HTTP process
 (JSON, detokenising, server-sent events, the socket to the engine) wall and CPU time are measured from the first call to

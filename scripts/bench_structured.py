@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.bench.offline import load_llm
+from jaxserve.bench.offline import common_vocab_size, load_llm, peak_memory_line
 from jaxserve.config import EngineConfig, add_arguments
 from jaxserve.request import StructuredOutputsParams
 
@@ -56,11 +56,12 @@ def main() -> None:
     plain = statistics.median(found["plain"][1:])
     for name, runs in found.items():
         print(f"| {name} | {statistics.median(runs[1:]):,.0f} | {statistics.median(runs[1:]) / plain:.1%} |")
+    print(f"\n{peak_memory_line(llm.get_metrics().peak_device_memory_bytes)}")
 
 
 def speed(llm: LLM, args: argparse.Namespace, params: SamplingParams) -> float:
     rng = np.random.default_rng(time.monotonic_ns())
-    prompts = rng.integers(0, 30000, (args.batch, args.input_len)).tolist()
+    prompts = rng.integers(0, common_vocab_size(llm), (args.batch, args.input_len)).tolist()
     begin = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return sum(len(c.token_ids) for o in outputs for c in o.outputs) / (time.perf_counter() - begin)

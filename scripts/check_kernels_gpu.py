@@ -32,6 +32,7 @@ from kernel_cases import (  # noqa: E402  # pyright: ignore
     narrowed,
     widened,
 )
+from need_gpu import check_platform  # noqa: E402
 from rope_cases import ROPE_MATRIX, RopeCase, make_rope_step, worst  # noqa: E402  # pyright: ignore
 
 from jaxserve.bench.kernel_jobs import Job, attention_job, rope_job, time_jobs  # noqa: E402
@@ -204,6 +205,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.sweep and args.backend != "mosaic_gpu":
         parser.error("--sweep is for --backend mosaic_gpu")
+    check_platform(jax.devices()[0].platform)
     print(f"# Kernels of {args.backend} on {jax.devices()[0].device_kind}, jax {jax.__version__}")
     check = {
         "decode": partial(check_attention, "Decode", args.backend, DECODE_MATRIX),

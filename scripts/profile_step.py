@@ -5,9 +5,9 @@
 
 For each batch: that many sequences decode greedily, from `--context` tokens on. Steps are timed on the host clock, the
 median of four rounds of 60 (the engine runs one or two steps ahead, so that is the device's pace or the host's,
-whichever is slower; where the host hardly waits in collect() it is the host's), then traced. The floor is bytes read
-(weights once, and the KV of all rows, halfway through the rounds) over --read-tb-s. With --prefill N, six prompts of N
-tokens are run besides; their floor is that of the products alone, at --matrix-tflops.
+whichever is slower; where the host hardly waits in collect() it is the host's), then traced. The floor is that of
+scripts/floors.py, at --read-tb-s and --matrix-tflops, with the KV of all rows halfway through the rounds. With
+--prefill N, six prompts of N tokens are run besides. Last comes the most memory that was in use on the device.
 """
 
 import argparse
@@ -23,9 +23,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from floors import Weights, add_card_arguments, card_of, decode_s, least_s, weights_of
+from need_gpu import check_platform
 
 from jaxserve import LLM, SamplingParams
-from jaxserve.bench.offline import load_llm
+from jaxserve.bench.offline import load_llm, peak_memory_line
 from jaxserve.config import EngineConfig, add_arguments
 
 ROUNDS, TIMED_STEPS, TRACED_STEPS, PREFILLS = 4, 60, 20, 6
@@ -44,15 +46,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of each row (default: %(default)s)")
     parser.add_argument("--prefill", type=int, default=0, help="prompt tokens of a second kind of step")
     parser.add_argument("--top", type=int, default=14, help="kernels listed (default: %(default)s)")
-    parser.add_argument("--read-tb-s", type=float, default=4.3, help="memory ceiling, TB/s (default: %(default)s)")
-    parser.add_argument("--matrix-tflops", type=float, default=790, help="(default: %(default)s)")
+    add_card_arguments(parser)
     add_arguments(parser, EngineConfig)
     args = parser.parse_args()
     llm = load_llm(args)
+    check_platform(jax.devices()[0].platform)  # not before: JAX would start without the memory's share
     for batch in args.batch:
         profile_decode(args, llm, batch)
     if args.prefill:
         profile_prefill(args, llm)
+    print(f"\n{peak_memory_line(llm.get_metrics().peak_device_memory_bytes)}")
 
 
 def submit(llm: LLM, count: int, prompt_len: int, max_tokens: int) -> list[str]:
@@ -60,10 +63,8 @@ def submit(llm: LLM, count: int, prompt_len: int, max_tokens: int) -> list[str]:
     rng = np.random.default_rng(time.monotonic_ns())
     engine: Any = llm._engine
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-    made = [
-        llm._frontend.make_request(f"p{time.monotonic_ns()}-{i}", rng.integers(0, 30000, prompt_len).tolist(), params)
-        for i in range(count)
-    ]
+    prompts = rng.integers(0, engine.info.vocab_size, (count, prompt_len)).tolist()
+    made = [llm._frontend.make_request(f"p{time.monotonic_ns()}-{i}", ids, params) for i, ids in enumerate(prompts)]
     for request in made:
         engine.submit(request)
     return [request.request_id for request in made]
@@ -82,13 +83,8 @@ def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
         wall_ms = statistics.median(timed_steps(engine) for _ in range(ROUNDS))
     trace = traced(engine, TRACED_STEPS)
     stop(engine, ids)
-    weights, itemsize = sum(a.nbytes for a in runner._weights), runner._weights[0].dtype.itemsize
-    model = runner._model
-    if not model.tied_embeddings:
-        weights -= model.vocab_size * model.hidden_size * itemsize  # the embedding is only looked up
     context = args.context + ROUNDS * TIMED_STEPS // 2
-    kv = batch * context * model.kv_bytes_per_token(itemsize)
-    floor_ms = (weights + kv) / args.read_tb_s / 1e9
+    floor_ms = 1e3 * decode_s(card_of(args), weights_in(runner), batch, context)
     steps = len(trace.kernels["MemcpyD2H"])  # of those launched before the trace began, it has nothing
     report(f"decode, batch {batch}, context {context} on average", wall_ms, trace, steps, floor_ms, args.top)
     ms = {name: s / ROUNDS / TIMED_STEPS * 1e3 for name, s in (spent_s | packing_s).items()}
@@ -96,6 +92,14 @@ def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
         f"\nHost, ms/step: launch {ms['launch']:.3f} (pack {ms['pack']:.3f}, run {ms['_run']:.3f}), "
         f"collect {ms['collect']:.3f}, the rest {wall_ms - ms['launch'] - ms['collect']:.3f}"
     )
+
+
+def weights_in(runner: Any) -> Weights:
+    """As they lie on the device, where they may be quantized."""
+    model, nbytes, itemsize = runner._model, sum(a.nbytes for a in runner._weights), runner._weights[0].dtype.itemsize
+    if not model.tied_embeddings:
+        nbytes -= model.vocab_size * model.hidden_size * itemsize  # the embedding is only looked up
+    return weights_of(model, itemsize)._replace(nbytes=nbytes)
 
 
 def timed_steps(engine: Any) -> float:
@@ -139,9 +143,7 @@ def profile_prefill(args: argparse.Namespace, llm: LLM) -> None:
         wall_ms = (time.perf_counter() - begin) / PREFILLS * 1e3
     submit(llm, PREFILLS, args.prefill, 1)
     trace = traced(engine, None)
-    model = engine._runner._model
-    matrices = sum(a.size for a in engine._runner._weights) - model.vocab_size * model.hidden_size
-    floor_ms = 2 * matrices * args.prefill / args.matrix_tflops / 1e9
+    floor_ms = 1e3 * least_s(card_of(args), weights_in(engine._runner), tokens=args.prefill, drawn=1)
     report(f"prefill, {args.prefill} tokens", wall_ms, trace, PREFILLS, floor_ms, args.top)
 
 

@@ -420,12 +420,8 @@ def test_the_servers_own_figures_are_reported(stand_in, tmp_path: Path, capsys):
 
 
 def test_the_names_read_are_names_that_our_server_has():
-    text = (
-        metrics.Metrics(lambda: EngineStats(running=1, allocated_token_slots=8, used_token_slots=6), "m")
-        .text()
-        .decode()
-    )
-    first = server_metrics.parse_metrics(text)
+    stats = EngineStats(running=1, allocated_token_slots=8, used_token_slots=6, peak_device_memory_bytes=2**31)
+    first = server_metrics.parse_metrics(metrics.Metrics(lambda: stats, "m").text().decode())
     both = server_metrics.ServerMetrics(client=None, samples=[first, first])  # type: ignore[arg-type]
     assert both.numbers() == {
         "mean_kv_cache_wasted_slots_ratio": 0.25,
@@ -434,7 +430,12 @@ def test_the_names_read_are_names_that_our_server_has():
         "prefix_cache_hits": 0.0,
         "num_preemptions": 0.0,
         "compiles_after_warmup": 0.0,
+        "peak_device_memory_bytes": 2.0**31,
     }
+
+
+def test_a_device_that_does_not_tell_its_peak_has_no_gauge():
+    assert b"peak_device_memory_bytes" not in metrics.Metrics(EngineStats, "m").text()
 
 
 # ----------------------------------------------------------------------------------------------------- offline
@@ -445,7 +446,9 @@ class FakeLLM:
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[list[int]], Any]] = []
-        self.stats = EngineStats(allocated_token_slots=16, used_token_slots=12)
+        self.stats = EngineStats(allocated_token_slots=16, used_token_slots=12, peak_device_memory_bytes=3 * 2**29)
+
+    info = SimpleNamespace(vocab_size=98, max_model_len=2048)  # the tokenizer knows 2 ids more
 
     def get_tokenizer(self) -> WordCodec:
         return WordCodec()
@@ -478,19 +481,22 @@ def test_throughput(llm: FakeLLM, tmp_path: Path, capsys):
     assert cli.main([*argv, "--output-json", str(file)]) == 0
     (warm, _), (prompts, params) = llm.batches
     assert len(warm) == 1 and [len(p) for p in prompts] == [6, 6, 6] and warm[0] not in prompts
+    assert all(i < 98 for ids in warm + prompts for i in ids)
     assert all(p.ignore_eos and p.max_tokens == 4 and p.n == 2 and p.detokenize for p in params)
     got = json.loads(file.read_text())
     assert (got["num_requests"], got["total_num_tokens"], got["total_output_tokens"]) == (3, 18 + 24, 24)
     assert got["tokens_per_second"] == pytest.approx(42 / got["elapsed_time"])
     assert (got["num_preemptions"], got["mean_kv_cache_wasted_slots_ratio"]) == (1, 0.25)
-    assert capsys.readouterr().out.startswith("Throughput: ")
+    assert got["peak_device_memory_bytes"] == 3 * 2**29
+    out = capsys.readouterr().out
+    assert out.startswith("Throughput: ") and out.endswith("\nPeak device memory: 1.50 GiB\n")
 
 
 def test_latency(llm: FakeLLM, tmp_path: Path, capsys):
     file = tmp_path / "l.json"
     argv = "bench latency --batch-size 2 --input-len 5 --output-len 3 --num-iters 3 --num-iters-warmup 1 --disable-tqdm"
     assert cli.main([*argv.split(), "--output-json", str(file)]) == 0
-    assert len(llm.batches) == 4
+    assert len(llm.batches) == 4 and all(i < 98 for prompts, _ in llm.batches for ids in prompts for i in ids)
     assert len({tuple(p) for prompts, _ in llm.batches for p in prompts}) == 8  # never a prompt twice
     got = json.loads(file.read_text())
     assert len(got["latencies"]) == 3 and got["avg_latency"] == pytest.approx(np.mean(got["latencies"]))
@@ -511,6 +517,16 @@ def test_latency(llm: FakeLLM, tmp_path: Path, capsys):
 def test_bad_offline_options(argv: str, message: str, llm: FakeLLM, capsys):
     assert cli.main(["bench", *argv.split()]) == 2
     assert message in capsys.readouterr().err and not llm.batches
+
+
+@pytest.mark.parametrize("command", ["throughput", "latency"])
+def test_prompts_that_are_too_long_name_the_option(command: str, llm: FakeLLM, capsys):
+    assert cli.main(["bench", command, "--input-len", "2000", "--output-len", "49"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxserve: error: a prompt of 2000 tokens and an answer of 49 do not fit the model's context of 2048: "
+        "lower --input-len or --output-len\n"
+    )
+    assert not llm.batches
 
 
 def test_engine_options_reach_the_llm(monkeypatch: pytest.MonkeyPatch):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import gguf
 import ml_dtypes
 import numpy as np
 import pytest
@@ -150,6 +151,25 @@ def test_a_gguf_file():
     checkpoint = open_(VOCAB / "smollm.gguf")
     assert isinstance(checkpoint, GGUFCheckpoint)
     assert checkpoint.name == "smollm"
+
+
+@pytest.mark.parametrize("with_embedding", [True, False], ids=["an embedding", "nothing"])
+def test_a_gguf_file_of_a_vocabulary_alone_is_said_to_hold_no_weights(with_embedding: bool, tmp_path):
+    path = VOCAB / "qwen2.gguf"
+    if not with_embedding:  # as llama.cpp's converter writes it
+        path = tmp_path / "vocab.gguf"
+        writer = gguf.GGUFWriter(path, "llama")
+        writer.add_head_count(4)
+        writer.add_embedding_length(64)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    with pytest.raises(ConfigError) as caught:
+        list(open_(path).tensors())
+    assert caught.value.message == (
+        f"{path} holds no weights: a tokenizer is all that is in it, which --tokenizer takes"
+    )
 
 
 def test_no_model_is_the_demo_model(monkeypatch):

@@ -144,6 +144,23 @@ def test_every_command_names_an_unknown_option_and_what_was_meant(path: list[str
     assert not out
 
 
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["serve", "--model"], "--model: expected one argument"),
+        (["serve", "--port", "--model", "x"], "--port: expected one argument"),
+        (["bench", "throughput", "--num-prompts", "x"], "--num-prompts: invalid int value: 'x'"),
+        (["run-batch", "-i", "in.jsonl"], "the following arguments are required: -o/--output-file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_option_without_its_value_is_one_line_like_all_errors(argv: list[str], said: str, capsys):
+    assert cli.main(argv) == 2
+    command = " ".join(word for word in argv[:2] if word.strip("-") == word)
+    wanted = f"jaxserve: error: {said} (`jaxserve {command} --help` lists the options)\n"
+    assert capsys.readouterr() == ("", wanted)
+
+
 def test_a_word_too_many_is_named(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "one", "two"]) == 2
     assert capsys.readouterr().err.startswith("jaxserve: error: unexpected 'two'")

@@ -107,6 +107,16 @@ def test_weights_that_are_too_large_are_told_with_the_chips_that_hold_them(model
     assert err.rstrip().endswith("fits with --quantization int8, or --topology v5e-4 --tensor-parallel-size 4")
 
 
+@pytest.mark.parametrize(
+    ("given", "named"), [({}, "gpu_memory_utilization"), ({"kv_cache_memory_bytes": 1}, "kv_cache_memory_bytes")]
+)
+def test_a_pool_that_is_too_small_names_the_option_that_sets_it(tpu_chip, given: dict[str, int], named: str):
+    fit = deployment_of(SMALL, **given)
+    with pytest.raises(DoesNotFit, match=f"give more memory with --{named.replace('_', '-')}, or") as caught:
+        fit.programs.size_pool(fit.config, lambda: 1)
+    assert caught.value.param == named
+
+
 def test_chips_share_weights_and_kv_heads_and_add_up_their_parts(tpu_chip):
     config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=64, tensor_parallel_size=4)
     fit, alone = Fit(config, SHAPE, parse_topology("v6e-4")), deployment_of(SMALL)

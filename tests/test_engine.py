@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, Requ
 from jaxserve.models.registry import resolve
 from jaxserve.programs import LOOP_STEPS, Kind, Programs
 from jaxserve.request import Request, SamplingParams
-from jaxserve.runner import Runner
+from jaxserve.runner import MEMORY_PERIOD_S, Runner
 from jaxserve.sharding import shard_of
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -331,6 +332,19 @@ def test_the_share_of_a_gpu_is_in_force_or_a_line_says_so(env, started, share, i
     assert [record.getMessage() for record in caplog.records] == expected
 
 
+def test_the_peak_of_memory_is_that_of_the_fullest_device_and_asked_for_at_times(monkeypatch):
+    peaks, now = [1, 3], [5.0]
+    stats = [lambda i=i: {"bytes_in_use": 1, "peak_bytes_in_use": peaks[i]} for i in (0, 1)]
+    devices = [SimpleNamespace(memory_stats=each) for each in stats]
+    runner = SimpleNamespace(_peak_due_s=0.0, _programs=SimpleNamespace(mesh=SimpleNamespace(local_devices=devices)))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    assert Runner.peak_memory_bytes(runner) == 3
+    peaks[0] = 9
+    assert Runner.peak_memory_bytes(runner) == 3
+    now[0] += MEMORY_PERIOD_S
+    assert Runner.peak_memory_bytes(runner) == 9
+
+
 def test_whether_jax_was_started_is_seen():
     code = (
         "from jax._src.xla_bridge import backends_are_initialized as started; import jax; assert not started();"
@@ -343,7 +357,11 @@ def test_whether_jax_was_started_is_seen():
     ("options", "error", "words"),
     [
         ({"max_model_len": 100_000}, ConfigError, "at most the model's"),
-        ({"pool_tokens": 64, "max_model_len": 128}, DoesNotFit, r"longest that fits is 64.*--max-model-len 64"),
+        (
+            {"pool_tokens": 64, "max_model_len": 128},
+            DoesNotFit,
+            r"longest that fits is 64.*--max-model-len 64 \(or auto\), or give more memory with --kv-cache-memory-bytes$",
+        ),
         ({"max_num_batched_tokens": 20}, ConfigError, "at least max_num_seqs"),
         ({"attention_backend": "mosaic_gpu"}, ConfigError, "mosaic_gpu"),
     ],

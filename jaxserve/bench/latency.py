@@ -7,7 +7,7 @@ import numpy as np
 from tqdm import trange
 
 from jaxserve.bench.datasets import RandomLengths, random_samples
-from jaxserve.bench.offline import load_llm, watched_slots
+from jaxserve.bench.offline import check_lengths, common_vocab_size, load_llm, watched_slots
 from jaxserve.bench.report import add_output_json_argument, percentile_key, write_json
 from jaxserve.config import EngineConfig, add_arguments
 from jaxserve.errors import ConfigError
@@ -40,9 +40,9 @@ def run_latency(args: argparse.Namespace) -> int:
         raise ConfigError(f"--num-iters-warmup must be at least 0, got {args.num_iters_warmup}")
     lengths = RandomLengths(input_len=args.input_len, output_len=args.output_len)
     llm = load_llm(args)
-    codec = llm.get_tokenizer()
-    count = args.batch_size * (args.num_iters_warmup + args.num_iters)
-    samples = random_samples(count, lengths, codec.vocab_size, getattr(args, "seed", 0), codec.special_ids)
+    count, special_ids = args.batch_size * (args.num_iters_warmup + args.num_iters), llm.get_tokenizer().special_ids
+    samples = random_samples(count, lengths, common_vocab_size(llm), getattr(args, "seed", 0), special_ids)
+    check_lengths(samples, llm)
     params = SamplingParams(n=args.n, temperature=1.0, ignore_eos=True, max_tokens=args.output_len, detokenize=False)
 
     def run_batch(number: int) -> float:

@@ -55,7 +55,7 @@ class ServerMetrics:
         return bool(values)
 
     def numbers(self) -> dict[str, float]:
-        """Result keys: waste while anything ran, and what the counters gained over the run."""
+        """Result keys: waste while anything ran, what the counters gained over the run, and the device's peak."""
         if len(self.samples) < 2:
             return {}
         first, last = self.samples[0], self.samples[-1]
@@ -70,4 +70,6 @@ class ServerMetrics:
         for name in ("prefix_cache_hits", "num_preemptions", "compiles_after_warmup"):
             if (total := f"{name}_total") in last:
                 numbers[name] = last[total] - first.get(total, 0.0)
+        if (name := "peak_device_memory_bytes") in last:
+            numbers[name] = last[name]
         return numbers

@@ -4,7 +4,7 @@ import argparse
 import time
 
 from jaxserve.bench.datasets import add_dataset_arguments, load_samples
-from jaxserve.bench.offline import load_llm, watched_slots
+from jaxserve.bench.offline import check_lengths, common_vocab_size, load_llm, watched_slots
 from jaxserve.bench.report import add_output_json_argument, write_json
 from jaxserve.config import EngineConfig, add_arguments
 from jaxserve.errors import ConfigError
@@ -36,8 +36,9 @@ def run_throughput(args: argparse.Namespace) -> int:
     if args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     llm = load_llm(args)
-    codec = llm.get_tokenizer()
-    samples = load_samples(args, args.num_prompts + args.num_warmups, codec, codec.vocab_size)
+    samples = load_samples(args, args.num_prompts + args.num_warmups, llm.get_tokenizer(), common_vocab_size(llm))
+    if args.dataset_name == "random":
+        check_lengths(samples, llm)
     prompts = [sample.prompt for sample in samples]
     params = [
         SamplingParams(

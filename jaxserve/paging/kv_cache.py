@@ -35,20 +35,27 @@ class PoolSize:
 
 
 def size_pool(
-    budget_bytes: int, *, page_size: int, bytes_per_token: int, max_model_len: int | None, model_max_len: int
+    budget_bytes: int,
+    *,
+    page_size: int,
+    bytes_per_token: int,
+    max_model_len: int | None,
+    model_max_len: int,
+    option: str = "kv_cache_memory_bytes",
 ) -> PoolSize:
-    """How many pages a byte budget holds; `max_model_len` None takes the longest that fits.
+    """How many pages a byte budget, which `option` sets, holds; `max_model_len` None takes the longest that fits.
 
     Raises DoesNotFit if one sequence of max_model_len tokens is more than the budget.
     """
+    flag = f"--{option.replace('_', '-')}"
     page_bytes = page_size * bytes_per_token
     num_pages = budget_bytes // page_bytes
     longest = max(num_pages - 1, 0) * page_size
     if longest < 2:
         raise DoesNotFit(
             f"the KV cache needs 2 pages of {size_text(page_bytes)} at least and {size_text(max(budget_bytes, 0))} are "
-            "left: give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization, or use a smaller model",
-            param="gpu_memory_utilization",
+            f"left: give more memory with {flag}, or use a smaller model",
+            param=option,
         )
     if num_pages > MAX_PAGES:
         raise DoesNotFit(
@@ -65,7 +72,7 @@ def size_pool(
         raise DoesNotFit(
             f"one sequence of --max-model-len {max_model_len} needs {size_text(need)} of KV cache and "
             f"{size_text(budget_bytes)} are left; the longest that fits is {longest}: pass --max-model-len {longest} "
-            "(or auto), or give more memory with --kv-cache-memory-bytes or --gpu-memory-utilization",
+            f"(or auto), or give more memory with {flag}",
             param="max_model_len",
         )
     return PoolSize(num_pages, page_size, page_bytes, max_model_len)
