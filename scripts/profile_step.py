@@ -76,20 +76,23 @@ def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
     started: set[str] = set()
     while len(started) < batch:
         started |= {delta.request_id for delta in engine.step()}
-    for _ in range(6):
-        engine.step()
+    run_steps(engine, batch, 12)
     runner = engine._runner
     with clocked(runner, "launch", "_run", "collect") as spent_s, clocked(runner._packer, "pack") as packing_s:
-        wall_ms = statistics.median(timed_steps(engine) for _ in range(ROUNDS))
+        rounds = [run_steps(engine, batch, TIMED_STEPS) for _ in range(ROUNDS)]
+    wall_ms = statistics.median(round.seconds / round.steps for round in rounds) * 1e3
+    timed, launches = (sum(getattr(round, name) for round in rounds) for name in ("steps", "launches"))
     trace = traced(engine, TRACED_STEPS)
     stop(engine, ids)
     context = args.context + ROUNDS * TIMED_STEPS // 2
     floor_ms = 1e3 * decode_s(card_of(args), weights_in(runner), batch, context)
-    steps = len(trace.kernels["MemcpyD2H"])  # of those launched before the trace began, it has nothing
+    # One copy to the host per launch; of those launched before the trace began, it has nothing.
+    steps = len(trace.kernels["MemcpyD2H"]) * timed / launches
     report(f"decode, batch {batch}, context {context} on average", wall_ms, trace, steps, floor_ms, args.top)
-    ms = {name: s / ROUNDS / TIMED_STEPS * 1e3 for name, s in (spent_s | packing_s).items()}
+    ms = {name: s / timed * 1e3 for name, s in (spent_s | packing_s).items()}
     print(
-        f"\nHost, ms/step: launch {ms['launch']:.3f} (pack {ms['pack']:.3f}, run {ms['_run']:.3f}), "
+        f"\nHost, ms/step, {timed / launches:.3g} steps per launch: launch {ms['launch']:.3f} (pack {ms['pack']:.3f}, "
+        f"run {ms['_run']:.3f}), "
         f"collect {ms['collect']:.3f}, the rest {wall_ms - ms['launch'] - ms['collect']:.3f}"
     )
 
@@ -102,12 +105,19 @@ def weights_in(runner: Any) -> Weights:
     return weights_of(model, itemsize)._replace(nbytes=nbytes)
 
 
-def timed_steps(engine: Any) -> float:
-    """ms per step of a round."""
-    begin = time.perf_counter()
-    for _ in range(TIMED_STEPS):
-        engine.step()
-    return (time.perf_counter() - begin) / TIMED_STEPS * 1e3
+class Round(NamedTuple):
+    seconds: float
+    steps: float
+    launches: int
+
+
+def run_steps(engine: Any, batch: int, count: int) -> Round:
+    """So many steps or a few more, in which each row gets a token: a launch may be several."""
+    begin, steps, launches = time.perf_counter(), 0.0, 0
+    while steps < count:
+        steps += sum(len(delta.token_ids) for delta in engine.step()) / batch
+        launches += 1
+    return Round(time.perf_counter() - begin, steps, launches)
 
 
 @contextlib.contextmanager
@@ -192,7 +202,7 @@ def kind_of(name: str) -> str:
     return re.sub(r"(_\d+)+$", "", name.split("(")[0])[:70]
 
 
-def report(title: str, wall_ms: float, trace: Trace, steps: int, floor_ms: float, top: int) -> None:
+def report(title: str, wall_ms: float, trace: Trace, steps: float, floor_ms: float, top: int) -> None:
     device_ms = sum(map(sum, trace.kernels.values())) / steps
     print(
         f"\n### {title}: {wall_ms:.3f} ms/step by the clock, {device_ms:.3f} on the device, floor {floor_ms:.3f} "
@@ -206,7 +216,7 @@ def report(title: str, wall_ms: float, trace: Trace, steps: int, floor_ms: float
     print(", ".join(f"{name} {n:.1f} x {t / n * 1e3:.0f}" for name, n, t in longest(trace.host, steps, top)))
 
 
-def longest(found: dict[str, list[float]], steps: int, top: int) -> list[tuple[str, float, float]]:
+def longest(found: dict[str, list[float]], steps: float, top: int) -> list[tuple[str, float, float]]:
     """Name, times per step and ms per step of those that took most time."""
     return [
         (name, len(runs) / steps, sum(runs) / steps)
