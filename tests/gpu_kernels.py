@@ -7,9 +7,7 @@ _FOLDER = Path(__file__).parent.parent / "jaxserve" / "pallas_kernels"
 
 # The names of all Mosaic GPU kernels, as their source has them.
 MOSAIC_GPU = {
-    name
-    for path in _FOLDER.glob("*_mosaic_gpu.py")
-    for name in re.findall(r'\bkernel_name="(\w+)"', path.read_text())
+    name for path in _FOLDER.glob("*_mosaic_gpu.py") for name in re.findall(r'\bkernel_name="(\w+)"', path.read_text())
 }
 TRITON = {"rope_and_write", "paged_decode", "combine_decode", "paged_prefill"}
 
