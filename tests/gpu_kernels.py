@@ -5,11 +5,14 @@ from pathlib import Path
 
 _FOLDER = Path(__file__).parent.parent / "jaxserve" / "pallas_kernels"
 
-# The names of all Mosaic GPU kernels, as their source has them.
-MOSAIC_GPU = {
-    name for path in _FOLDER.glob("*_mosaic_gpu.py") for name in re.findall(r'\bkernel_name="(\w+)"', path.read_text())
-}
-TRITON = {"rope_and_write", "paged_decode", "combine_decode", "paged_prefill"}
+
+def _names(files: str, pattern: str) -> set[str]:
+    return {name for path in _FOLDER.glob(files) for name in re.findall(pattern, path.read_text())}
+
+
+# The names of all kernels, as their source has them.
+MOSAIC_GPU = _names("*_mosaic_gpu.py", r'\bkernel_name="(\w+)"')
+TRITON = _names("*_triton.py", r'(?:\bname=|_body, )"(\w+)"')
 
 
 def kernels_of(module: str) -> dict[str, set[str]]:
