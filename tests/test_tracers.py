@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,9 +63,9 @@ def on_gpu(device_kind: str, tokens: int, quantization: str | None = None) -> tu
     return config, programs
 
 
-def on_h200() -> tuple[EngineConfig, Programs]:
-    """Three programs of an H200."""
-    config, programs = on_gpu("NVIDIA H200", 65)
+def on_h200(quantization: str | None = None) -> tuple[EngineConfig, Programs]:
+    """Three programs of an H200: two draws, and a step of a decode row."""
+    config, programs = on_gpu("NVIDIA H200", 65, quantization)
     del programs.keys[3:]
     return config, programs
 
@@ -124,28 +126,27 @@ def test_a_first_start_has_them_and_a_second_needs_none(steps: Path, caplog, mon
 
 
 @pytest.mark.parametrize(
-    ("device_kind", "quantization", "tokens", "names"),
+    ("make", "names", "dtype"),
     [
-        ("NVIDIA H200", None, 193, MOSAIC_GPU),
-        ("NVIDIA H200", "fp8", 17, MOSAIC_GPU - {"gated_product"}),
-        ("NVIDIA A10G", None, 17, TRITON),
+        (partial(on_gpu, "NVIDIA H200", 193), MOSAIC_GPU, "bf16"),
+        (partial(on_h200, "fp8"), {"decode", "combine", "add_norm"}, "f8E4M3FN"),
+        (partial(on_gpu, "NVIDIA A10G", 65), TRITON, "bf16"),
     ],
     ids=["mosaic_gpu", "fp8", "triton"],
 )
 def test_a_gpus_programs_are_the_same_ones(
-    steps: Path, monkeypatch: pytest.MonkeyPatch, caplog, device_kind: str, quantization: str | None, tokens: int,
-    names: set[str],
+    steps: Path, monkeypatch: pytest.MonkeyPatch, caplog, make: Callable[[], tuple[EngineConfig, Programs]],
+    names: set[str], dtype: str,
 ):  # fmt: skip
     """Each kernel, too, in whichever process and order it is traced: XLA finds compiled ones by their code."""
-    config, programs = on_gpu(device_kind, tokens, quantization)
+    config, programs = make()
     with Tracers(config, HF, programs) as found:
         found.start(len(programs.keys))  # ahead: the pool's size may come later
         found.trace(*SIZES)
         traced = all_traced(found, programs, steps)
     assert not messages(caplog)
     assert all("('cuda',)" in functions for functions in traced.values())
-    word = "f8E4M3FN" if quantization else "bf16"
-    assert any(word in function for functions in traced.values() for function in functions)
+    assert any(dtype in function for functions in traced.values() for function in functions)
     theirs = kernels(steps)
     assert set(theirs) == names
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(steps / "alone"))
