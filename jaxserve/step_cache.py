@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from jax import export
 from jax._src.compilation_cache import compress_executable, decompress_executable  # what no public names do
+from jax._src.config import traceback_in_locations_limit  # here alone it is a context
 
 from jaxserve.config import cache_dir, make_cache_dir
 from jaxserve.errors import ConfigError
@@ -54,7 +55,11 @@ def trace(
     exported = _read(file)
     if exported is None:
         platforms = None if is_here(device) else ["cuda" if device.platform == "gpu" else device.platform]
-        exported = export.export(jitted(function, tuple(donated)), platforms=platforms, disabled_checks=OURS)(*shapes)
+        # No lines of Python: they are part of a Triton kernel's code. Of JAX's own functions in it they tell where this
+        # process traced them first, so that the same step would be another program, which XLA's cache does not have.
+        with traceback_in_locations_limit(0):
+            exporting = export.export(jitted(function, tuple(donated)), platforms=platforms, disabled_checks=OURS)
+            exported = exporting(*shapes)
         _write(file, bytes(exported.serialize()))
     return exported
 

@@ -1,4 +1,6 @@
-"""Compiled steps never copy a weight or a KV pool, nor widen a quantized weight: read off the programs that XLA makes, on this host or on a GPU."""
+"""Compiled steps never copy a weight or a KV pool, nor widen a quantized weight, and share out the rows once for all
+layers: read off the programs that XLA makes, on this host or on a GPU.
+"""
 
 import math
 import re
@@ -44,6 +46,25 @@ def large_copies(hlo: str, least_bytes: int, *, moves: tuple[str, ...] = MOVES) 
                 elements = math.prod(map(int, match[2].split(",") if match[2] else ()))
                 if elements * ITEM_BYTES[match[1]] >= least_bytes:
                     found.append(line.strip())
+    return found
+
+
+def integers_of_kernels(hlo: str) -> dict[str, list[tuple[str, ...]]]:
+    """For each call of a kernel of ours, by the kernel's name: the integer arrays that it is given, by theirs. A call
+    may be in a fusion, with the slices that it takes; kernels that are given no integers are left out.
+    """
+    entry = hlo[hlo.index("\nENTRY ") :]
+    bodies = dict(re.findall(r"^%([\w.-]+) \(.*\{\n((?:  .*\n)+)\}", hlo, re.MULTILINE))
+    integers = set(re.findall(r"^ +(%[\w.-]+) = s32\[", entry, re.MULTILINE))
+    target, name = r'custom_call_target="(?:mosaic_gpu_v2|__gpu\$xla\.gpu\.triton)"', r"(\w+)/(?:mpmd_map|pallas_call)"
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for call in re.findall(r"^.* (?:custom-call|fusion)\(.*$", entry, re.MULTILINE):
+        fused = re.search(r" calls=%([\w.-]+)", call)
+        kernel = re.search(rf'{target}.*?op_name="[^"]*?{name}"', bodies[fused[1]] if fused else call)
+        if kernel:
+            operands = re.findall(r"%[\w.-]+", call[call.index("(%") :].split(")", 1)[0])
+            if given := tuple(operand for operand in operands if operand in integers):
+                found.setdefault(kernel[1], []).append(given)
     return found
 
 
@@ -154,6 +175,27 @@ def test_a_step_compiled_for_an_h200_copies_nothing_and_is_one_graph(
             entry = hlo[hlo.index(f"\n{body} ") :].partition("\n}")[0]
         found = set(re.findall(r"^ +(?:ROOT )?%[\w.-]+ = .*? ([\w-]+)\(", entry, re.MULTILINE))
         assert found <= {"fusion", "custom-call", "parameter", "constant", "bitcast", "get-tuple-element", "tuple"}
+
+
+@pytest.mark.parametrize(
+    ("backend", "mixed", "kernels"),
+    [
+        ("mosaic_gpu", False, {"decode", "combine"}),
+        ("mosaic_gpu", True, {"rope_write", "decode", "combine", "prefill"}),
+        ("triton", True, {"rope_and_write", "paged_decode", "combine_decode", "paged_prefill"}),
+    ],
+    ids=["decode", "mixed", "triton"],
+)
+def test_work_lists_are_made_once_for_all_layers(
+    backend: str, mixed: bool, kernels: set[str], h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Each layer asks for them anew (`make_work`). XLA sees that they are the same."""
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    layers = 3
+    hlo, _, _ = compiled(backend, Kind.PLAIN, mixed, HF | {"num_hidden_layers": layers}, device=h200)
+    found = integers_of_kernels(hlo)
+    assert {name: len(calls) for name, calls in found.items()} == dict.fromkeys(kernels, layers)
+    assert {name: len(set(calls)) for name, calls in found.items()} == dict.fromkeys(kernels, 1)
 
 
 @pytest.mark.gpu

@@ -9,24 +9,29 @@ from jax import export
 from jax.sharding import AbstractDevice
 
 from jaxserve.config import EngineConfig
-from jaxserve.deployment import resolve_deployment
+from jaxserve.deployment import WIDE, resolve_deployment
 from jaxserve.models.loading import model_shapes
+from jaxserve.pallas_kernels.add_norm_mosaic_gpu import MOST_ROWS
 from jaxserve.pallas_kernels.gated_product_mosaic_gpu import LEAST_TOKENS
-from jaxserve.programs import Kind, Programs
-from jaxserve.shapes import Bucket, choose_bucket
+from jaxserve.programs import Key, Kind, Programs
+from jaxserve.shapes import Bucket, choose_bucket, coarse
 from jaxserve.sharding import devices, mesh_of
+from tests.gpu_kernels import kernels_of
 
-LAYERS, SLOTS = 3, 32
-SIZES = {"max_num_seqs": SLOTS, "max_num_batched_tokens": SLOTS + 256}
+LAYERS = 3
+# Narrow, but of shapes that every kernel takes.
 HF = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
     "max_position_embeddings": 512,
 }  # fmt: skip
 # Of A10G JAX knows nothing but its name.
 GPUS = {"mosaic_gpu": "NVIDIA H200", "triton": "NVIDIA A10G"}
-BUCKETS = resolve_deployment(EngineConfig(**SIZES), HF, "gpu", "NVIDIA H200").buckets
-SOME = [BUCKETS[0], BUCKETS[4], *BUCKETS[-2:]]
+# All that `jaxserve serve` has on a GPU, with no option given.
+BUCKETS = resolve_deployment(EngineConfig(), HF, "gpu", "NVIDIA H200").buckets
+FEW = coarse(BUCKETS)
+KEYS: list[Key] = [(Kind.PLAIN, bucket) for bucket in BUCKETS] + [(Kind.FORWARD, bucket) for bucket in FEW]
+KEYS += [(Kind.DRAW, rows) for rows in sorted({bucket.rows for bucket in FEW})]
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
@@ -34,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 @pytest.fixture(scope="module", params=GPUS)
 def programs(request: pytest.FixtureRequest) -> Programs:
     mesh, kind = mesh_of(devices()), GPUS[request.param]
-    deployment = resolve_deployment(EngineConfig(**SIZES, attention_backend=request.param), HF, "gpu", kind)
+    deployment = resolve_deployment(EngineConfig(attention_backend=request.param), HF, "gpu", kind)
     assert deployment.buckets == BUCKETS
     shapes = model_shapes(deployment.model, deployment.dtype, mesh)
     return Programs(shapes, deployment, mesh, AbstractDevice(kind, 1, "gpu"))
@@ -55,26 +60,32 @@ def test_quantized_steps_are_others_and_lower_for_cuda(backend: str, monkeypatch
     formats = {None: "bf16", "int8": "i8", "fp8": "f8E4M3FN"}
     if backend == "triton":
         del formats["fp8"]  # which an A10G does not have
-    key = Kind.PLAIN, SOME[0]
+    key = Kind.PLAIN, BUCKETS[0]
     for quantization, name in formats.items():
-        config = EngineConfig(**SIZES, attention_backend=backend, quantization=quantization)
+        config = EngineConfig(attention_backend=backend, quantization=quantization)
         deployment = resolve_deployment(config, HF, "gpu", kind)
         shapes = model_shapes(deployment.model, deployment.dtype, mesh)
         programs = Programs(shapes, deployment, mesh, AbstractDevice(kind, 1, "gpu"))
         module, _ = lowered(programs, *key, monkeypatch, tmp_path)
-        products = re.findall(r"dot_general.*, tensor<\d+x\d+x(\w+)>\) -> tensor<\d+x\d+x(\w+)>", module)
+        products = re.findall(r"dot_general.*, tensor<(?:\d+x)+(\w+)>\) -> tensor<(?:\d+x)+(\w+)>", module)
         assert {operand for operand, _ in products} == {name}
         paths.add(programs.path(key, 8, 512))
     assert len(paths) == len(formats)
 
 
 def test_every_bucket_has_its_programs(programs: Programs):
-    assert {size for kind, size in programs.keys if kind is Kind.PLAIN} == set(BUCKETS)
-    few = {size for kind, size in programs.keys if kind is Kind.FORWARD}
-    assert few < set(BUCKETS)
-    assert {size for kind, size in programs.keys if kind is Kind.DRAW} == {bucket.rows for bucket in few}
+    assert sorted(programs.keys, key=str) == sorted(KEYS, key=str)
+    assert set(FEW) < set(BUCKETS)
     for bucket in BUCKETS:  # what fits into a plain step fits into one of the few
-        choose_bucket(tuple(few), bucket.decode_rows, bucket.prefill_tokens, bucket.prefill_rows)
+        choose_bucket(FEW, bucket.decode_rows, bucket.prefill_tokens, bucket.prefill_rows)
+
+
+def test_a_wide_models_server_has_buckets_of_no_other_kind():
+    """It has fewer, and other numbers of chunks in some."""
+    hf = HF | {"hidden_size": WIDE}
+    wide = resolve_deployment(EngineConfig(), hf, "gpu", "NVIDIA H200").buckets
+    sizes = {(bucket.decode_rows, bucket.prefill_tokens) for bucket in wide}
+    assert sizes < {(bucket.decode_rows, bucket.prefill_tokens) for bucket in BUCKETS}
 
 
 def test_a_forward_pass_is_compiled_after_the_plain_step_whose_products_it_shares(
@@ -94,21 +105,35 @@ def test_a_forward_pass_is_compiled_after_the_plain_step_whose_products_it_share
     assert dict(programs.compile_all(compile, 8, 512)) == dict.fromkeys(programs.keys, True)
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [(kind, bucket) for bucket in SOME for kind in (Kind.PLAIN, Kind.FORWARD)] + [(Kind.DRAW, SOME[-1].rows)],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "size"), KEYS, ids=str)
 def test_it_lowers_for_cuda(
     programs: Programs, kind: Kind, size: Bucket | int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     module, donated = lowered(programs, kind, size, monkeypatch, tmp_path)
-    kernels = len(set(re.findall(r'kernel_hash = "([^"]*)"', module))) + module.count("@__gpu$xla.gpu.triton")
-    if isinstance(size, Bucket):
-        # All layers of a bucket share their kernels: rope and KV write; decode and its combine; prefill; gated product.
-        gated = programs.backend.name == "mosaic_gpu" and size.tokens >= LEAST_TOKENS
-        assert 2 + gated <= kernels <= 1 + 2 * bool(size.decode_rows) + bool(size.prefill_tokens) + gated
-        assert len(donated) > LAYERS
+    found = {name: len(kernels) for name, kernels in kernels_of(module).items()}
+    if not isinstance(size, Bucket):
+        assert not found
+    elif programs.backend.name == "mosaic_gpu":
+        check_mosaic_gpu(found, kind, size)
     else:
-        assert not kernels
+        decode = {"paged_decode": 1, "combine_decode": 1} if size.decode_rows else {}
+        prefill = {"paged_prefill": 1} if size.prefill_tokens else {}
+        assert found == {"rope_and_write": 1} | decode | prefill
+    assert len(donated) > LAYERS or not isinstance(size, Bucket)
     assert len(re.findall(r"(?:tf.aliasing_output|jax.buffer_donor)", module)) == len(donated)
+
+
+def check_mosaic_gpu(found: dict[str, int], kind: Kind, bucket: Bucket) -> None:
+    """All layers share their kernels. But the last one of a plain step goes on with each row's last token alone: what
+    follows attention has two sizes then.
+    """
+    sizes = {bucket.tokens, bucket.rows} if kind is Kind.PLAIN else {bucket.tokens}
+    expected = {"decode": 1, "combine": 1} if bucket.decode_rows else {}
+    if bucket.prefill_tokens:
+        expected |= {"prefill": 1, "rope_write": 1}
+    if gated := sum(size >= LEAST_TOKENS for size in sizes):
+        expected["gated_product"] = gated
+    # Sums in one, or in parts: of attention's product, and of the MLP's.
+    norms, most = found.pop("add_norm", 0), 2 * sum(size <= MOST_ROWS for size in sizes)
+    assert found == expected
+    assert bool(norms) == bool(most) and norms <= most

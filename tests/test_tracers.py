@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,21 +22,24 @@ from jaxserve.config import EngineConfig
 from jaxserve.deployment import resolve_deployment
 from jaxserve.engine import Engine
 from jaxserve.models.loading import model_shapes
-from jaxserve.programs import Programs
+from jaxserve.programs import Kind, Programs
 from jaxserve.request import Request, SamplingParams
 from jaxserve.sharding import devices, mesh_of
 from jaxserve.tracers import Tracers, how_many
+from tests.gpu_kernels import MOSAIC_GPU, TRITON, kernels_of
 
 CONFIG = EngineConfig(
     model=str(Path(__file__).parent / "goldens" / "llama"), page_size=16, max_num_seqs=1, max_num_batched_tokens=17,
     max_model_len=64, dtype="float32", kv_cache_memory_bytes=2**22,
 )  # fmt: skip
 HF = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 128, "intermediate_size": 256,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128,
     "max_position_embeddings": 512,
 }  # fmt: skip
 SIZES = 8, 512
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +53,19 @@ def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "steps"
 
 
-def on_h200(quantization: str | None = None) -> tuple[EngineConfig, Programs]:
-    """Three programs of an H200, traced on this host."""
-    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=65, quantization=quantization)
-    deployment, mesh = resolve_deployment(config, HF, "gpu", "NVIDIA H200"), mesh_of(devices())
+def on_gpu(device_kind: str, tokens: int, quantization: str | None = None) -> tuple[EngineConfig, Programs]:
+    """The draws and plain steps of a GPU, traced on this host: 193 tokens at most are enough for every kernel."""
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=tokens, quantization=quantization)
+    deployment, mesh = resolve_deployment(config, HF, "gpu", device_kind), mesh_of(devices())
     shapes = model_shapes(deployment.model, deployment.dtype, mesh)
-    programs = Programs(shapes, deployment, mesh, AbstractDevice("NVIDIA H200", 1, "gpu"))
+    programs = Programs(shapes, deployment, mesh, AbstractDevice(device_kind, 1, "gpu"))
+    programs.keys = [key for key in programs.keys if key[0] is not Kind.FORWARD]
+    return config, programs
+
+
+def on_h200(quantization: str | None = None) -> tuple[EngineConfig, Programs]:
+    """Three programs of an H200: two draws, and a step of a decode row."""
+    config, programs = on_gpu("NVIDIA H200", 65, quantization)
     del programs.keys[3:]
     return config, programs
 
@@ -73,6 +85,15 @@ def module(path: Path) -> set[str]:
     with make_ir_context():
         text = str(ir.Module.parse(exported.mlir_module()).operation.get_asm()).rstrip().removesuffix("\n}")
     return {str(exported.platforms), *re.split(r"\n  (?=func\.func )", re.sub(r"(@\w+?)(?:_\d+)?\b", r"\1", text))}
+
+
+def kernels(steps: Path) -> dict[str, set[str]]:
+    """Those of all kept programs, by name."""
+    found: dict[str, set[str]] = {}
+    for path in steps.iterdir():
+        for name, those in kernels_of(export.deserialize(bytearray(path.read_bytes())).mlir_module()).items():
+            found[name] = found.get(name, set()) | those
+    return found
 
 
 def messages(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
@@ -104,20 +125,34 @@ def test_a_first_start_has_them_and_a_second_needs_none(steps: Path, caplog, mon
     assert {path.name: module(path) for path in (steps / "alone" / "steps").iterdir()} == traced
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"])
-def test_a_gpus_programs_are_the_same_ones(steps: Path, monkeypatch: pytest.MonkeyPatch, caplog, quantization):
-    config, programs = on_h200(quantization)
+@pytest.mark.parametrize(
+    ("make", "names", "dtype"),
+    [
+        (partial(on_gpu, "NVIDIA H200", 193), MOSAIC_GPU, "bf16"),
+        (partial(on_h200, "fp8"), {"decode", "combine", "add_norm"}, "f8E4M3FN"),
+        (partial(on_gpu, "NVIDIA A10G", 65), TRITON, "bf16"),
+    ],
+    ids=["mosaic_gpu", "fp8", "triton"],
+)
+def test_a_gpus_programs_are_the_same_ones(
+    steps: Path, monkeypatch: pytest.MonkeyPatch, caplog, make: Callable[[], tuple[EngineConfig, Programs]],
+    names: set[str], dtype: str,
+):  # fmt: skip
+    """Each kernel, too, in whichever process and order it is traced: XLA finds compiled ones by their code."""
+    config, programs = make()
     with Tracers(config, HF, programs) as found:
         found.start(len(programs.keys))  # ahead: the pool's size may come later
         found.trace(*SIZES)
         traced = all_traced(found, programs, steps)
     assert not messages(caplog)
     assert all("('cuda',)" in functions for functions in traced.values())
-    for word in ("mosaic_gpu_v2", "f8E4M3FN" if quantization else "bf16"):
-        assert any(word in function for functions in traced.values() for function in functions)
+    assert any(dtype in function for functions in traced.values() for function in functions)
+    theirs = kernels(steps)
+    assert set(theirs) == names
     monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(steps / "alone"))
-    for key in programs.keys:
+    for key in reversed(programs.keys):
         programs.trace(key, *SIZES)
+    assert kernels(steps / "alone" / "steps") == theirs
     assert {path.name: module(path) for path in (steps / "alone" / "steps").iterdir()} == traced
 
 
