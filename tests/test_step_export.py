@@ -13,7 +13,7 @@ from jaxserve.deployment import WIDE, resolve_deployment
 from jaxserve.models.loading import model_shapes
 from jaxserve.pallas_kernels.add_norm_mosaic_gpu import MOST_ROWS
 from jaxserve.pallas_kernels.gated_product_mosaic_gpu import LEAST_TOKENS
-from jaxserve.programs import Key, Kind, Programs
+from jaxserve.programs import LOOP_WEIGHT_BYTES, Key, Kind, Programs
 from jaxserve.shapes import Bucket, choose_bucket, coarse
 from jaxserve.sharding import devices, mesh_of
 from tests.gpu_kernels import kernels_of
@@ -31,6 +31,7 @@ GPUS = {"mosaic_gpu": "NVIDIA H200", "triton": "NVIDIA A10G"}
 BUCKETS = resolve_deployment(EngineConfig(), HF, "gpu", "NVIDIA H200").buckets
 FEW = coarse(BUCKETS)
 KEYS: list[Key] = [(Kind.PLAIN, bucket) for bucket in BUCKETS] + [(Kind.FORWARD, bucket) for bucket in FEW]
+KEYS += [(Kind.LOOP, Bucket(0, rows, 0)) for rows in (1, 8, 16, 32, 64)]
 KEYS += [(Kind.DRAW, rows) for rows in sorted({bucket.rows for bucket in FEW})]
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -80,6 +81,14 @@ def test_every_bucket_has_its_programs(programs: Programs):
         choose_bucket(FEW, bucket.decode_rows, bucket.prefill_tokens, bucket.prefill_rows)
 
 
+def test_a_large_model_has_no_loops(monkeypatch: pytest.MonkeyPatch):
+    """Its steps take the device longer than the host takes to start one."""
+    deployment, mesh = resolve_deployment(EngineConfig(), HF, "gpu", "NVIDIA H200"), mesh_of(devices())
+    monkeypatch.setattr(Programs, "weight_bytes", LOOP_WEIGHT_BYTES + 1)
+    programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
+    assert {kind for kind, _ in programs.keys} == {Kind.PLAIN, Kind.FORWARD, Kind.DRAW}
+
+
 def test_a_wide_models_server_has_buckets_of_no_other_kind():
     """It has fewer, and other numbers of chunks in some."""
     hf = HF | {"hidden_size": WIDE}
@@ -88,7 +97,7 @@ def test_a_wide_models_server_has_buckets_of_no_other_kind():
     assert sizes < {(bucket.decode_rows, bucket.prefill_tokens) for bucket in BUCKETS}
 
 
-def test_a_forward_pass_is_compiled_after_the_plain_step_whose_products_it_shares(
+def test_other_programs_of_a_bucket_are_compiled_after_the_plain_step_whose_products_they_share(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ):
     """By then XLA has tried their kernels out. All others are compiled side by side."""
@@ -97,7 +106,7 @@ def test_a_forward_pass_is_compiled_after_the_plain_step_whose_products_it_share
     ended: list = []
 
     def compile(key, _) -> bool:
-        ready = key[0] is not Kind.FORWARD or (Kind.PLAIN, key[1]) in ended
+        ready = key[0] in (Kind.PLAIN, Kind.DRAW) or (Kind.PLAIN, key[1]) in ended
         time.sleep(0.05)
         ended.append(key)
         return ready
