@@ -18,7 +18,7 @@ from jaxserve.shapes import Bucket, choose_bucket, coarse
 from jaxserve.sharding import devices, mesh_of
 from tests.gpu_kernels import kernels_of
 
-LAYERS = 3
+LAYERS = 2
 # Narrow, but of shapes that every kernel takes.
 HF = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 256, "intermediate_size": 256,
