@@ -91,10 +91,10 @@ def memory_lines(fit: "Fit", pool: "PoolSize") -> Iterator[str]:
         (hbm - fit.share_bytes, f"left alone (--gpu-memory-utilization {fit.config.gpu_memory_utilization:g})"),
         (fit.weight_bytes, "weights"),
         (needs.slots, f"slots of {fit.deployment.max_num_seqs} sequences"),
-        (needs.step, "temporary memory and results of the largest step, twice"),
+        (needs.step, "temporary memory and results of the largest step, twice, and inputs of all"),
         (needs.code, f"code of {len(fit.programs.keys)} programs, estimated from three"),
         (HEADROOM_BYTES, "for the runtime"),
-        (pool.num_pages * pool.page_bytes, f"{pool}"),
+        (pool.nbytes, f"{pool}"),
     ):
         yield f"{size / GiB:8.2f}  {name}"
 

@@ -19,7 +19,7 @@ class DeviceMemory(Protocol):
         """Frees KV pages and weights; `keep_weights`: in host memory. Twice is the same as once."""
         ...
 
-    def allocate_kv_cache(self) -> None: ...
+    def restore_kv_cache(self) -> None: ...
 
     def restore_weights(self, load: Callable[[], Any]) -> None:
         """From host memory, or if there are none, what `load` loads."""
@@ -109,7 +109,7 @@ class Controller:
                 if part == "weights":
                     self._memory.restore_weights(self._load_model)
                 else:
-                    self._memory.allocate_kv_cache()
+                    self._memory.restore_kv_cache()
             except Exception as error:  # of the device's runtime, or of the file system
                 log.exception("%s cannot be brought back", part)
                 raise EngineError(f"{part} cannot be brought back to the device: {error}") from error

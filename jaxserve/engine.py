@@ -44,6 +44,7 @@ class Engine:
         started = time.monotonic()
         devices = _start_jax(config.gpu_memory_utilization, config.tensor_parallel_size)
         from jaxserve.deployment import resolve_deployment
+        from jaxserve.device_memory import MORE_FOR_WEIGHTS, room_for
         from jaxserve.models.loading import LoadedModel, load_model, model_shapes
         from jaxserve.programs import Programs
         from jaxserve.runner import Runner
@@ -65,7 +66,8 @@ class Engine:
                 if not config.enforce_eager and not programs.is_profiled():
                     tracers.start(len(programs.keys))  # the pool's size is still open: they get ready
                 programs.begin_profile()
-            loaded = load()
+            with room_for(f"the {size_text(programs.weight_bytes)} of weights", mesh, MORE_FOR_WEIGHTS):
+                loaded = load()
             log.info(
                 "weights: %s, %s of %s on %d x %s, %.1f s", checkpoint.name, size_text(loaded.nbytes), deployment.types,
                 mesh.size, device.device_kind, time.monotonic() - started,

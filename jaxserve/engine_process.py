@@ -507,6 +507,8 @@ class EngineServer:
         )
         message = self._encode(Failed(info, isinstance(error, ConfigError)))
         told = set(self._front_ends)
+        if told and isinstance(error, ConfigError):  # once it serves, nobody else shows one
+            log.error("the engine ends: %s", error.message)
         for front_end in told:
             self._socket.send_multipart([front_end, message])
         deadline_s = time.monotonic() + 0.3

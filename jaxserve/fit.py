@@ -13,6 +13,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.deployment import Deployment, resolve_deployment
+from jaxserve.device_memory import is_exhausted
 from jaxserve.errors import ConfigError, DoesNotFit
 from jaxserve.models.loading import model_shapes
 from jaxserve.paging.kv_cache import GiB, PoolSize
@@ -112,7 +113,7 @@ class Fit:
         Raises DoesNotFit if the compiler finds that one takes more memory than the chip has.
         """
         needs = self.programs.needs
-        others = self.weight_bytes + pool.num_pages * pool.page_bytes + needs.slots + needs.code
+        others = self.weight_bytes + pool.nbytes + needs.slots + needs.code
 
         def compile(key: Key, lowered: Any) -> Compiled:
             begin = time.monotonic()
@@ -190,9 +191,9 @@ def _fits(config: EngineConfig, hf: Mapping[str, Any], topology: Topology) -> bo
 
 def _does_not_fit(error: Exception) -> Exception:
     """What the TPU compiler says of a program that takes too much memory; the error itself if it is another one."""
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text:
+    if not is_exhausted(error):
         return error
+    text = str(error)
     said = re.search(r"[Uu]sed [\d.]+\w of [\d.]+\w \w+|[\d.]+\w? exceeds available HBM \([\d.]+\w\)", text)
     return DoesNotFit(f"a step takes more memory than a chip has: {said[0] if said else text.splitlines()[0]}")
 

@@ -77,7 +77,7 @@ class Needs(NamedTuple):
     """Bytes of a device that are neither weights nor KV pages."""
 
     slots: int
-    step: int  # the largest one, twice
+    step: int  # the largest one, twice, and the buffers of all programs
     code: int  # of all programs; counted on TPUs, where it lies in the same memory and unrolled layers make it large
 
 
@@ -123,15 +123,19 @@ class Programs:
         model = self.model
         wanted = model.max_model_len if config.max_model_len is None else config.max_model_len
         bytes_per_token = model.kv_bytes_per_token(self._dtype.itemsize) // model.head_dim
-        by_share = config.kv_cache_memory_bytes is None and self.backend.platform != "cpu"
         return size_pool(
             config.kv_cache_memory_bytes or free_bytes(),
             page_size=self.deployment.page_size,
             bytes_per_token=bytes_per_token * self.backend.stored_head_dim(model.head_dim),
             max_model_len=wanted if isinstance(wanted, int) else None,
             model_max_len=model.max_model_len,
-            option="gpu_memory_utilization" if by_share else "kv_cache_memory_bytes",
+            option="kv_cache_memory_bytes" if self.share(config) is None else "gpu_memory_utilization",
         )
+
+    def share(self, config: EngineConfig) -> float | None:
+        """The share of a device's memory that decides over the size of the KV pool; None: something else does."""
+        by_share = config.kv_cache_memory_bytes is None and self.backend.platform != "cpu"
+        return config.gpu_memory_utilization if by_share else None
 
     def free_bytes(self, share_bytes: int, weight_bytes: int) -> int:
         """What weights, slots, the largest step and code leave of a device's memory."""
@@ -163,7 +167,7 @@ class Programs:
 
     def _measure(self) -> Needs:
         keys, sizes = self._profile_keys(), self._profile_sizes()
-        step, code = sum(2 * nbytes(self.signature(key, *sizes).held) for key in self.keys), 0
+        step, code = sum(_buffer_bytes(key, self.signature(key, *sizes)) for key in self.keys), 0
 
         def compile(key: Key, lowered: Any) -> Any:
             # It never runs, so that nothing is tried out for it: that costs seconds, and memory among the weights.
@@ -340,6 +344,18 @@ class Programs:
         forward = Forward(logits, columns, array(num_rows, model.hidden_size, dtype=f32), scored)
         held = (forward,) if takes_turns and not size.prefill_tokens else ()
         return Signature(weights, (kv, state.page_table), held, (state.last_token, packed), (forward,))
+
+
+def copies(key: Key, signature: Signature) -> int:
+    """How many of a program take turns, each with its own input and results (`runner.Program` says why)."""
+    if key[0] in (Kind.PLAIN, Kind.LOOP):
+        return 3
+    return 2 if signature.held else 1
+
+
+def _buffer_bytes(key: Key, signature: Signature) -> int:
+    """Of its copies: what the host sends, and what holds results."""
+    return copies(key, signature) * nbytes((signature.rest[-1], signature.held))
 
 
 def _alike(a: Key, b: Key) -> bool:

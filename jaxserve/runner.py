@@ -4,6 +4,7 @@ launch(plan) ── packs one int32 buffer, calls the bucket's executable; retur
 collect(launched) ── waits for the drawn ids (and logprobs, if a row wants them)
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -24,11 +25,11 @@ from tqdm import tqdm
 
 from jaxserve.batch import Packer
 from jaxserve.config import EngineConfig, cache_dir, size_text
-from jaxserve.errors import DoesNotFit
+from jaxserve.device_memory import AFTER_SLEEP, SMALLER_STEPS, room_for, smaller_kv_cache
 from jaxserve.models.loading import LoadedModel
 from jaxserve.paging.kv_cache import GiB
 from jaxserve.plan import Plan
-from jaxserve.programs import LOOP_STEPS, Key, Kind, Programs
+from jaxserve.programs import LOOP_STEPS, Key, Kind, Programs, copies
 from jaxserve.sampling_inputs import (
     GRAMMAR,
     LOGPROBS,
@@ -72,7 +73,7 @@ class Program:
     held: list[jax.Array] = field(default_factory=list)  # memory of the results; empty: allocated for each run
 
     def allocate(self) -> None:
-        self.sent, self.held = self.make_buffers()
+        self.sent, self.held = jax.block_until_ready(self.make_buffers())
 
 
 @dataclass(slots=True)
@@ -119,18 +120,29 @@ class Runner:
         self._flags = [0] * self._num_slots
         self._peak_bytes: int | None = None
         self._peak_due_s = 0.0
-        self.pool = programs.size_pool(config, lambda: self._free_bytes(config.gpu_memory_utilization))
+        with room_for("a step of the most tokens", mesh, SMALLER_STEPS):  # which is compiled, to see what it takes
+            self.pool = programs.size_pool(config, lambda: self._free_bytes(config.gpu_memory_utilization))
         log.info("%s%s", self.pool, f", on each of {mesh.size} devices" if mesh.size > 1 else "")
         self._sizes = (self.pool.num_pages, self.pool.max_model_len)
+        self._advice = smaller_kv_cache(self.pool.nbytes, programs.share(config))
         if not config.enforce_eager:
-            self._warm_up(tracers)  # while memory is free: XLA tries kernels out
+            with self._room_for("the programs"):
+                self._warm_up(tracers)  # while memory is free: XLA tries kernels out
         new_kv = on_each(lambda: programs.new_kv(self.pool.num_pages), mesh, (), KV_PAGES)
-        self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
-        self.allocate_kv_cache()
-        for program in itertools.chain(*self._ready.values()):
-            program.allocate()
+        with self._room_for(f"the KV cache of {size_text(self.pool.nbytes)}"):
+            self._make_kv = jax.jit(new_kv, out_shardings=place(mesh, KV_PAGES)).lower().compile()
+            self._allocate_kv_cache()
+        with self._room_for("the programs' inputs and results"):
+            for program in itertools.chain(*self._ready.values()):
+                program.allocate()
+        with self._room_for(f"the slots of {self._num_slots - 1} sequences"):
+            self._make_state()
+
+    def _make_state(self) -> None:
+        """What the device knows of each slot, and the calls that change it between steps."""
+        programs, mesh = self._programs, self._programs.mesh
         new_state = jax.jit(programs.new_state, static_argnums=0, out_shardings=place(mesh))
-        self._state = new_state(self.pool.max_model_len)
+        self._state = jax.block_until_ready(new_state(self.pool.max_model_len))
         extras = self._state.extras
         one_slot = jax.tree.map(lambda a: np.zeros(a.shape[1:], a.dtype), extras)
         self._set_slot = _compiled(set_slot, mesh, extras, np.int32(0), one_slot)
@@ -140,6 +152,10 @@ class Runner:
         self._write_pages = _compiled(_write_pages, mesh, self._state.page_table, writes)
 
     # ------------------------------------------------------------------------------------------------- memory
+
+    def _room_for(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what is allocated for good once the pool has its size. Raises DoesNotFit."""
+        return room_for(what, self._programs.mesh, self._advice)
 
     def _free_bytes(self, share: float) -> int:
         """What is left for KV pages of each device's memory that we may take. On CPU, for all: fixed, or a quarter of
@@ -166,26 +182,13 @@ class Runner:
             self._peak_bytes = max((s["peak_bytes_in_use"] for s in found if "peak_bytes_in_use" in s), default=None)
         return self._peak_bytes
 
-    def allocate_kv_cache(self) -> None:
+    def _allocate_kv_cache(self) -> None:
         """Allocates the KV pages, and waits: what does not fit is to fail now, not in the first step.
 
         Only weights may have been allocated before. A small buffer that was made while XLA tried kernels out would lie
         beyond their memory, which is a hole then, and a layer's pages are gigabytes in one piece.
         """
-        try:
-            self._kv = jax.block_until_ready(self._make_kv())
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            in_use = ""
-            if stats := self._programs.mesh.local_devices[0].memory_stats():  # a CPU has none
-                used, limit = (size_text(stats[name]) for name in ("bytes_in_use", "bytes_limit"))
-                in_use = f": {used} of the device's {limit} that jaxserve may take are in use"
-            raise DoesNotFit(
-                f"the KV cache of {size_text(self.pool.num_pages * self.pool.page_bytes)} does not fit{in_use}; "
-                "ask for less with --kv-cache-memory-bytes",
-                param="kv_cache_memory_bytes",
-            ) from error
+        self._kv = jax.block_until_ready(self._make_kv())
 
     def free(self, *, keep_weights: bool) -> None:
         """Frees KV pages and weights on the device; `keep_weights`: they are in host memory then. No step may run."""
@@ -198,14 +201,22 @@ class Runner:
             elif not keep_weights:
                 self._weights[i] = None
 
+    def restore_kv_cache(self) -> None:
+        """Allocates KV pages anew, after free(). Raises DoesNotFit; it may be called again then."""
+        with room_for(f"the KV cache of {size_text(self.pool.nbytes)}", self._programs.mesh, AFTER_SLEEP):
+            self._allocate_kv_cache()
+
     def restore_weights(self, load: Callable[[], LoadedModel]) -> None:
-        """Weights go back to the device: from host memory or, if they were dropped, what `load` loads."""
-        if any(weight is None for weight in self._weights):
-            self._loaded = load()
-            self._weights = jax.tree.leaves(self._loaded.params)
-        else:
-            places = [array.sharding for array in jax.tree.leaves(self._loaded.params)]
-            self._weights = jax.block_until_ready(jax.device_put(self._weights, places))
+        """Weights go back to the device: from host memory or, if they were dropped, what `load` loads. Raises
+        DoesNotFit; it may be called again then.
+        """
+        with room_for(f"the {size_text(self._programs.weight_bytes)} of weights", self._programs.mesh, AFTER_SLEEP):
+            if any(weight is None for weight in self._weights):
+                self._loaded = load()
+                self._weights = jax.tree.leaves(self._loaded.params)
+            else:
+                places = [array.sharding for array in jax.tree.leaves(self._loaded.params)]
+                self._weights = jax.block_until_ready(jax.device_put(self._weights, places))
 
     # ------------------------------------------------------------------------------------------------ compile
 
@@ -229,11 +240,12 @@ class Runner:
         mesh = self._programs.mesh
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._programs.options(key)
+        count = copies(key, signature)
         if key[0] in (Kind.PLAIN, Kind.LOOP):
-            put, runs = None, [lowered.compile(options)] * 3
+            put, runs = None, [lowered.compile(options)] * count
         else:
             put = _compiled(lambda _, new: jnp.copy(new), mesh, sent, np.zeros(sent.shape, np.int32))
-            runs = [lowered.compile(options) for _ in range(2 if held else 1)]  # the second: out of the compile cache
+            runs = [lowered.compile(options) for _ in range(count)]  # the second: out of the compile cache
 
         buffers = (sent if put else None, held)
         zeros = functools.partial(jax.tree.map, lambda s: jnp.zeros(s.shape, s.dtype), buffers)
@@ -244,9 +256,10 @@ class Runner:
         """The program whose turn it is; compiled now only under --enforce-eager."""
         key = (kind, size)
         if key not in self._ready:
-            self._ready[key] = self._compile(key, self._programs.lower(key, *self._sizes))
-            for program in self._ready[key]:
-                program.allocate()
+            with self._room_for(f"the {kind.value} program of {size if isinstance(size, Bucket) else f'{size} rows'}"):
+                self._ready[key] = self._compile(key, self._programs.lower(key, *self._sizes))
+                for program in self._ready[key]:
+                    program.allocate()
         turns = self._ready[key]
         turns.append(turns.pop(0))
         return turns[-1]

@@ -26,7 +26,7 @@ from jaxserve.errors import ConfigError, DoesNotFit, EngineDead, QueueFull, Requ
 from jaxserve.models.registry import resolve
 from jaxserve.programs import LOOP_STEPS, Kind, Programs
 from jaxserve.request import Request, SamplingParams
-from jaxserve.runner import MEMORY_PERIOD_S, Runner
+from jaxserve.runner import MEMORY_PERIOD_S, Program, Runner
 from jaxserve.sharding import shard_of
 
 GOLDENS = Path(__file__).parent / "goldens"
@@ -488,7 +488,7 @@ def test_kv_pages_lie_right_behind_the_weights(monkeypatch: pytest.MonkeyPatch):
     kernels out: a layer's pages would not fit any more (a Llama-8B on an H200 did not start, with 3.2 GiB to spare).
     """
     before, made = set(map(id, jax.live_arrays())), []
-    allocate, ready = Runner.allocate_kv_cache, []
+    allocate, ready = Runner._allocate_kv_cache, []
 
     def seen(runner: Runner) -> None:
         weights = set(map(id, runner._weights))
@@ -496,17 +496,47 @@ def test_kv_pages_lie_right_behind_the_weights(monkeypatch: pytest.MonkeyPatch):
         ready.append(len(runner._ready))
         allocate(runner)
 
-    monkeypatch.setattr(Runner, "allocate_kv_cache", seen)
+    monkeypatch.setattr(Runner, "_allocate_kv_cache", seen)
     Engine(config_of("qwen2_tied", enforce_eager=False, **FEW_PROGRAMS))
     assert ready[0] > 4, "the programs were compiled before"
     assert not made
 
 
-def test_kv_pages_that_the_device_has_no_room_for(monkeypatch: pytest.MonkeyPatch):
-    def refuse():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.36GiB")
+def no_room(*_: object, **__: object) -> None:
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.36GiB")
 
+
+@pytest.mark.parametrize(
+    ("where", "what", "option"),
+    [
+        ("jaxserve.models.loading.load_model", r"the [\d.]+ KiB of weights", "gpu_memory_utilization"),
+        ("jaxserve.programs.Programs.size_pool", "a step of the most tokens", "max_num_batched_tokens"),
+        ("jaxserve.runner.Runner._compile", "the programs", "kv_cache_memory_bytes"),
+        ("jaxserve.runner.Runner._allocate_kv_cache", r"the KV cache of 2\.\d\d MiB", "kv_cache_memory_bytes"),
+        ("jaxserve.runner.Program.allocate", "the programs' inputs and results", "kv_cache_memory_bytes"),
+        ("jaxserve.runner._write_pages", "the slots of 4 sequences", "kv_cache_memory_bytes"),
+    ],
+)
+def test_what_a_device_has_no_room_for_at_the_start(where: str, what: str, option: str, monkeypatch):
+    monkeypatch.setattr(where, no_room)
+    flag = f"--{option.replace('_', '-')}"
+    with pytest.raises(DoesNotFit, match=rf"no room for {what} \(.*allocate 3.36GiB\): .*{flag}") as caught:
+        Engine(config_of("qwen2_tied", enforce_eager=False, **FEW_PROGRAMS))
+    assert caught.value.param == option
+
+
+def test_what_a_device_has_no_room_for_in_a_step_that_compiles(monkeypatch: pytest.MonkeyPatch):
     engine = Engine(config_of("qwen2_tied"))
-    monkeypatch.setattr(engine._runner, "_make_kv", refuse)
-    with pytest.raises(DoesNotFit, match=r"KV cache of [\d.]+ \w+ does not fit.*--kv-cache-memory-bytes"):
-        engine._runner.allocate_kv_cache()
+    engine.submit(request("a", [5, 6, 7], 2))
+    monkeypatch.setattr(Program, "allocate", no_room)
+    with pytest.raises(DoesNotFit, match=r"the forward program of 0 decode rows \+ 32 .*--kv-cache-memory-bytes"):
+        engine.step()
+    with pytest.raises(EngineDead, match="no room for"):
+        engine.submit(request("b", [5, 6, 7], 2))
+
+
+def test_memory_is_counted_for_what_programs_are_sent_and_hold(monkeypatch: pytest.MonkeyPatch):
+    engine = Engine(config_of("qwen2_tied", enforce_eager=False, **FEW_PROGRAMS))
+    allocated = [(p.sent, p.held) for programs in engine._runner._ready.values() for p in programs]
+    monkeypatch.setattr(Programs, "_profile_keys", lambda self: [])
+    assert engine._runner._programs.needs.step == sum(array.nbytes for array in jax.tree.leaves(allocated)) > 0

@@ -25,6 +25,7 @@ FLOORS: dict[str, int] = {
     "checkpoint": 1,
     "control": 1,
     "demo": 1,
+    "device_memory": 1,
     "detokenize": 1,
     "fill_in_middle": 1,
     "gguf_file": 1,

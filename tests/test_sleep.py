@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.control import Pause, ResetPrefixCache, Resume, Sleep, WakeUp
 from jaxserve.engine import Engine
 from jaxserve.errors import EngineAsleep, EngineError, RequestError
-from tests.test_engine import ids_of, request, run
+from tests.test_engine import ids_of, no_room, request, run
 
 MODEL = Path(__file__).parent / "goldens" / "qwen2_tied"
 PROMPT = list(range(5, 42))
@@ -239,6 +239,34 @@ def test_what_cannot_be_brought_back_leaves_it_asleep(engine: Engine, monkeypatc
     assert engine.stats().sleep_level == 2
     engine.control(WakeUp())
     assert engine.stats().sleep_level == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "where", "what"),
+    [
+        (1, "jax.device_put", r"weights .* the [\d.]+ KiB of weights"),
+        (2, "jaxserve.models.loading._with_stacked_scales", r"weights .* the [\d.]+ KiB of weights"),
+        (1, "jaxserve.runner.Runner._allocate_kv_cache", r"kv_cache .* the KV cache of 1\.00 MiB"),
+    ],
+)
+def test_memory_that_others_took_meanwhile_is_waited_for(
+    engine: Engine, level: int, where: str, what: str, monkeypatch
+):
+    before = ids_of(run(engine, [request("a", PROMPT, 8)])["a", 0])
+    engine.control(Sleep(level=level))
+    asleep = device_bytes()
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, no_room)
+            with pytest.raises(EngineError, match=rf"{what}.*still asleep.*wake up again") as caught:
+                engine.control(WakeUp())
+        assert "--" not in caught.value.message, "a server's options are what they are"
+        assert engine.stats().sleep_level == level
+        assert device_bytes() == asleep or what.startswith("kv_cache"), "nothing of what was loaded is left"
+        with pytest.raises(EngineAsleep):
+            engine.submit(request("b", PROMPT, 4))
+    engine.control(WakeUp())
+    assert ids_of(run(engine, [request("a", PROMPT, 8)])["a", 0]) == before
 
 
 @pytest.mark.parametrize(

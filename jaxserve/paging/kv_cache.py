@@ -26,10 +26,14 @@ class PoolSize:
     def num_tokens(self) -> int:
         return (self.num_pages - 1) * self.page_size
 
+    @property
+    def nbytes(self) -> int:
+        return self.num_pages * self.page_bytes
+
     def __str__(self) -> str:
         return (
             f"KV cache: {self.num_pages - 1} pages of {self.page_size} tokens = {self.num_tokens} tokens "
-            f"({size_text(self.num_pages * self.page_bytes)}); {self.num_tokens / self.max_model_len:.1f} sequences "
+            f"({size_text(self.nbytes)}); {self.num_tokens / self.max_model_len:.1f} sequences "
             f"of max_model_len {self.max_model_len} fit"
         )
 
