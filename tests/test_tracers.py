@@ -59,7 +59,7 @@ def on_gpu(device_kind: str, tokens: int, quantization: str | None = None) -> tu
     deployment, mesh = resolve_deployment(config, HF, "gpu", device_kind), mesh_of(devices())
     shapes = model_shapes(deployment.model, deployment.dtype, mesh)
     programs = Programs(shapes, deployment, mesh, AbstractDevice(device_kind, 1, "gpu"))
-    programs.keys = [key for key in programs.keys if key[0] is not Kind.FORWARD]
+    programs.keys = [key for key in programs.keys if key[0] in (Kind.DRAW, Kind.PLAIN)]  # which come first
     return config, programs
 
 
