@@ -27,7 +27,7 @@ Diary (2 Xeon cores at 2.6 GHz, jax 0.12.0.1, V = 49152, S = 32, ms; S = 1 in br
 Whole sampler, features on, CPU time of both cores together (the machine was busy): greedy 1.8 (0.2), temperature 8.4
 (0.6), top_k=50 5.2 (0.3), with top_p=0.9 6.0 (0.3), top_p=0.9 alone 17 (0.6), top_k=500 top_p=0.9 57 (0.9), penalties
 +2.6, each mask or bias +0.2, logprobs +5 (0.1). A step of the 135M demo model takes both cores for 137 (25).
-Not measured on a GPU.
+On an H200, where it is compiled, nothing sorts more than 4,748 columns of 151,936 (tests/test_step_copies.py).
 """
 
 from typing import NamedTuple

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 from bench_cpu import bench_serve, server
 from floors import Card, add_card_arguments, card_of, decode_s, least_s, output_tokens_per_s, weights_of
 from made_tokenizer import make_tokenizer
-from need_gpu import check_platform
+from need_gpu import find_gpu
 
 from jaxserve.bench.server_metrics import parse_metrics
 from jaxserve.models.base import decoder_config
@@ -48,7 +48,6 @@ REQUESTS = {1: 8, 64: 256, 256: 1024}  # concurrency -> requests
 OFFLINE = (256, 1024)
 DECODE_ROWS, DECODE_CONTEXT = (1, 8, 64), (128, 248)  # where decoding begins, and what a row holds on average
 PACKAGES = r"jax(lib|-cuda.*)?|nvidia-(cublas|cuda-runtime|cuda-nvcc|cudnn|nccl)(-.*)?"
-FIND_DEVICE = "import jax; device = jax.devices()[0]; print(device.platform, device.device_kind)"
 # Figure -> that of vLLM 0.26.0 on the same kind of card with the same workload, and the goal. Decode of vLLM: 128 in,
 # 256 out, the decode steps alone.
 KNOWN: dict[str, dict[str, tuple[float | None, float | None]]] = {
@@ -74,6 +73,9 @@ KNOWN: dict[str, dict[str, tuple[float | None, float | None]]] = {
 }  # fmt: skip
 
 
+SERVED = {"llama-8b": 0.95, "qwen-1.5b": 0.8}  # goal: what the server makes of offline's tokens per second
+
+
 class Figure(NamedTuple):
     value: float
     peak_bytes: float | None  # of the device, in the process that it comes from
@@ -93,7 +95,7 @@ def main() -> int:
     args = parser.parse_args()
     if unknown := [shape for shape in args.shapes if shape not in KNOWN]:
         parser.error(f"unknown shape {unknown[0]!r}: known are {', '.join(KNOWN)}")
-    device, card = find_gpu(), card_of(args)
+    device, card = find_gpu() if args.parts else "What earlier calls have left", card_of(args)
     args.out.mkdir(parents=True, exist_ok=True)
     tables = [table(shape, measure(args, shape), floors(shape, card)) for shape in args.shapes or KNOWN]
     print(heading(device, card), *tables, sep="\n\n")
@@ -209,16 +211,6 @@ PARTS = {"server": serve, "offline": offline, "structured": structured, "decode"
 # ------------------------------------------------------------------------------------------------------- table
 
 
-def find_gpu() -> str:
-    """The GPU's name. A process of its own asks JAX, which would keep the memory. Ends this one if there is none."""
-    done = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{sys.argv[0]} needs a GPU, and JAX does not start: {done.stderr.strip().splitlines()[-1]}")
-    backend, _, kind = done.stdout.strip().partition(" ")
-    check_platform(backend)
-    return kind
-
-
 def heading(device: str, card: Card) -> str:
     """What ran where, with which versions."""
     found = {d.name: d.version for d in metadata.distributions() if re.fullmatch(PACKAGES, d.name or "")}
@@ -269,6 +261,10 @@ def table(shape: str, figures: Figures, best: dict[str, float]) -> str:
             shown(peak, ".1f"),
         )
         lines.append(f"| {name} | {' | '.join(texts)} |")
+    served, offline = (figures.get(name) for name in ("server 256, new prompts, tok/s", "offline 256, tok/s"))
+    if served and offline:
+        share = served.value / offline.value
+        lines.append(f"| server 256, new prompts, of offline 256 | {share:.0%} |  | {SERVED[shape]:.0%} |  |  |  |")
     return "\n".join(lines)
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from floors import Weights, add_card_arguments, card_of, decode_s, least_s, weights_of
-from need_gpu import check_platform
+from need_gpu import find_gpu
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.bench.offline import load_llm, peak_memory_line
@@ -49,8 +49,8 @@ def main() -> None:
     add_card_arguments(parser)
     add_arguments(parser, EngineConfig)
     args = parser.parse_args()
+    find_gpu()
     llm = load_llm(args)
-    check_platform(jax.devices()[0].platform)  # not before: JAX would start without the memory's share
     for batch in args.batch:
         profile_decode(args, llm, batch)
     if args.prefill:

@@ -28,9 +28,22 @@ def modules_with_shapes() -> list[str]:
 
 
 MOST_MAPPINGS = 30_000
+# Kernels in JAX's GPU interpreter wait for each other in threads of XLA's, which has one for each core: on two cores they
+# can wait for ever.
+XLA_THREADS = 16
 
 # In tests every call of these is checked, from their import on: which is why this stands here.
 jaxtyping.install_import_hook(sorted(modules_with_shapes()), "beartype.beartype")
+
+
+def pytest_sessionstart() -> None:
+    """Starts JAX with so many threads, on a CPU alone; the processes that tests start have as many as ever."""
+    if os.environ.get("JAX_PLATFORMS") == "cpu" and "NPROC" not in os.environ:
+        os.environ["NPROC"] = str(max(XLA_THREADS, os.cpu_count() or 1))
+        import jax
+
+        jax.devices()
+        del os.environ["NPROC"]
 
 
 @pytest.fixture(autouse=True)

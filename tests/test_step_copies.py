@@ -198,6 +198,26 @@ def test_work_lists_are_made_once_for_all_layers(
     assert {name: len(set(calls)) for name, calls in found.items()} == dict.fromkeys(kernels, 1)
 
 
+def test_a_draw_sorts_a_few_candidates_and_never_the_vocabulary(
+    h200: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAXSERVE_CACHE_DIR", str(tmp_path))
+    hf = HF | {"vocab_size": 128_256}
+    config, mesh = (
+        EngineConfig(max_num_seqs=8, max_num_batched_tokens=72, attention_backend="mosaic_gpu"),
+        mesh_of([h200]),
+    )
+    deployment = resolve_deployment(config, hf, h200.platform, h200.device_kind)
+    programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh)
+    key = next(key for key in programs.keys if key[0] is Kind.DRAW)
+    hlo = programs.lower(key, PAGES, 512).compile(programs.options(key) | {"xla_gpu_autotune_level": 0}).as_text()
+    lines = [
+        line for line in hlo.splitlines() if re.search(r" (?:sort|topk)\(|TopK|[Ss]ort", line.partition("metadata")[0])
+    ]
+    widths = [int(size) for line in lines for size in re.findall(r"\[\d+,(\d+)\]", line.partition("metadata")[0])]
+    assert widths and max(widths) <= 128_256 // 16
+
+
 @pytest.mark.gpu
 @HEADS
 @pytest.mark.parametrize("mixed", [False, True], ids=["decode", "mixed"])

@@ -8,7 +8,7 @@ import pytest
 from jax import export
 from jax.sharding import AbstractDevice
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, offline_config
 from jaxserve.deployment import WIDE, resolve_deployment
 from jaxserve.models.loading import model_shapes
 from jaxserve.pallas_kernels.add_norm_mosaic_gpu import MOST_ROWS
@@ -101,7 +101,8 @@ def test_other_programs_of_a_bucket_are_compiled_after_the_plain_step_whose_prod
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ):
     """By then XLA has tried their kernels out. All others are compiled side by side."""
-    monkeypatch.setattr(programs, "lower", lambda *_: None)
+    lowered: list = []
+    monkeypatch.setattr(programs, "lower", lambda key, *_: lowered.append(key))
     monkeypatch.setattr("os.cpu_count", lambda: len(programs.keys))
     ended: list = []
 
@@ -112,6 +113,7 @@ def test_other_programs_of_a_bucket_are_compiled_after_the_plain_step_whose_prod
         return ready
 
     assert dict(programs.compile_all(compile, 8, 512)) == dict.fromkeys(programs.keys, True)
+    assert lowered == programs.keys, "in a fixed order: that is part of how the compile cache knows a program"
 
 
 @pytest.mark.parametrize(("kind", "size"), KEYS, ids=str)
@@ -130,6 +132,23 @@ def test_it_lowers_for_cuda(
         assert found == {"rope_and_write": 1} | decode | prefill
     assert len(donated) > LAYERS or not isinstance(size, Bucket)
     assert len(re.findall(r"(?:tf.aliasing_output|jax.buffer_donor)", module)) == len(donated)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("wide", [False, True], ids=["narrow", "wide"])
+def test_the_buckets_of_llm_lower_too(wide: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Those that a server's are not among: more rows, and others beside prompts."""
+    hf = HF | ({"hidden_size": WIDE, "num_attention_heads": 32, "num_key_value_heads": 8} if wide else {})
+    config, mesh = offline_config("LLM", "", {}), mesh_of(devices())
+    deployment = resolve_deployment(config, hf, "gpu", GPUS["mosaic_gpu"])
+    target = AbstractDevice(GPUS["mosaic_gpu"], 1, "gpu")
+    programs = Programs(model_shapes(deployment.model, deployment.dtype, mesh), deployment, mesh, target)
+    others = [bucket for bucket in deployment.buckets if wide or bucket not in BUCKETS]
+    assert len(others) > 8
+    for bucket in others:
+        module, _ = lowered(programs, Kind.PLAIN, bucket, monkeypatch, tmp_path)
+        kernels = {"decode"} if bucket.decode_rows else set()
+        assert set(kernels_of(module)) >= kernels | ({"prefill", "rope_write"} if bucket.prefill_tokens else set())
 
 
 def check_mosaic_gpu(found: dict[str, int], kind: Kind, bucket: Bucket) -> None:

@@ -31,6 +31,7 @@ Diary (H200, jax 0.11.2, bfloat16, page 64; us per layer and TFLOP/s below the d
     Predicted 55% and 45% of the 790 TFLOP/s of a plain product for the first two; 71% and 63% measured. Short prompts
     expose each CTA's start and end. Next: persistent CTAs that fetch the next Q, Q K^T of tile i + 1 before the softmax
     of tile i.
+    v2 tables of the tiles made once per step, results of decode in the same array. Llama-8B heads: 878, 573, 140 us
 """
 
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false

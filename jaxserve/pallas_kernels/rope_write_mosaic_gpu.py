@@ -20,8 +20,9 @@ TMA; loads go to registers and stores leave from there, and many small CTAs keep
 Float32 inside, rounded once at the end. Padding tokens go to page 0, at the same place: it does not matter who wins.
 
 Diary (H200, jax 0.11.2):
-    v1         right in 12 cases on the card. Not timed alone; in a step of Qwen-1.5B it replaces bias and rope fusion,
-               slice, and two scatters of 2.6 us each: at 8 rows 1.81 ms per step become 1.64
+    v1         right in 12 cases on the card; in a step of Qwen-1.5B it replaces bias and rope fusion,
+               slice, and two scatters of 2.6 us each: at 8 rows 1.81 ms per step become 1.64. Alone, Llama-8B heads: 8
+               tokens 5.3 us, 8,192 55.9 (3.67 TB/s)
 """
 
 # pyright: reportPrivateImportUsage=false, reportAbstractUsage=false
