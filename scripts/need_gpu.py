@@ -10,7 +10,8 @@ def find_gpu() -> str:
     """The GPU's name. A process of its own asks JAX, which would keep the memory. Ends this one if there is none."""
     done = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True, check=False)
     if done.returncode:
-        sys.exit(f"{sys.argv[0]} needs a GPU, and JAX does not start: {done.stderr.strip().splitlines()[-1]}")
+        said = [f"exit code {done.returncode}", *done.stderr.strip().splitlines()]
+        sys.exit(f"{sys.argv[0]} needs a GPU, and JAX does not start: {said[-1]}")
     platform, _, kind = done.stdout.strip().partition(" ")
     check_platform(platform)
     return kind

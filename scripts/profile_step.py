@@ -15,6 +15,7 @@ import collections
 import contextlib
 import re
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from jaxserve.bench.offline import load_llm, peak_memory_line
 from jaxserve.config import EngineConfig, add_arguments
 
 ROUNDS, TIMED_STEPS, TRACED_STEPS, PREFILLS = 4, 60, 20, 6
+ROOM = ROUNDS * TIMED_STEPS + 2 * TRACED_STEPS + 40  # tokens that a row gets, and some to spare
 
 
 class Trace(NamedTuple):
@@ -72,7 +74,13 @@ def submit(llm: LLM, count: int, prompt_len: int, max_tokens: int) -> list[str]:
 
 def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
     engine: Any = llm._engine
-    ids = submit(llm, batch, args.context, ROUNDS * TIMED_STEPS + TRACED_STEPS + 40)
+    room = engine.info.max_model_len - args.context
+    if batch > engine.info.max_num_seqs or room < ROOM:
+        sys.exit(
+            f"batch {batch} at context {args.context} needs --max-num-seqs {batch} and --max-model-len "
+            f"{args.context + ROOM} at least"
+        )
+    ids = submit(llm, batch, args.context, room)
     started: set[str] = set()
     while len(started) < batch:
         started |= {delta.request_id for delta in engine.step()}
@@ -115,6 +123,8 @@ def run_steps(engine: Any, batch: int, count: int) -> Round:
     """So many steps or a few more, in which each row gets a token: a launch may be several."""
     begin, steps, launches = time.perf_counter(), 0.0, 0
     while steps < count:
+        if not engine.has_work():
+            sys.exit("the rows have ended: some began long before others; --max-model-len would give them more tokens")
         steps += sum(len(delta.token_ids) for delta in engine.step()) / batch
         launches += 1
     return Round(time.perf_counter() - begin, steps, launches)
@@ -153,7 +163,8 @@ def profile_prefill(args: argparse.Namespace, llm: LLM) -> None:
         wall_ms = (time.perf_counter() - begin) / PREFILLS * 1e3
     submit(llm, PREFILLS, args.prefill, 1)
     trace = traced(engine, None)
-    floor_ms = 1e3 * least_s(card_of(args), weights_in(engine._runner), tokens=args.prefill, drawn=1)
+    all_s = least_s(card_of(args), weights_in(engine._runner), tokens=PREFILLS * args.prefill, drawn=PREFILLS)
+    floor_ms = 1e3 * all_s / PREFILLS
     report(f"prefill, {args.prefill} tokens", wall_ms, trace, PREFILLS, floor_ms, args.top)
 
 

@@ -163,10 +163,12 @@ class Loop:
             if event.finish_reason:
                 self.ends[name] = event
 
-    def step(self) -> Plan | None:
-        """Plans and launches a step, and commits the one `depth` before."""
-        plan = self.plan()
-        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+    def step(self, again: int = 0) -> Plan | None:
+        """Plans and launches a step, `again` more if they are sure to be alike, and commits those `depth` before."""
+        plan = self.plan(again)
+        if self.in_flight and plan is None:
+            self.commit()
+        while len(self.in_flight) > self.depth + again:
             self.commit()
         return plan
 

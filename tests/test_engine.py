@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,40 +143,75 @@ def test_steps_ahead_change_nothing(ahead, monkeypatch):
     assert ids_of(run(engine, [stopped])["s", 0]) == ids[: ids.index(stop) + 1]
 
 
-def test_loops_of_steps_change_nothing(monkeypatch):
-    """What GPUs do: steps that are sure to have the same rows are launched as one. A stop id, or a request that comes
-    meanwhile, is seen after the last of them.
+@pytest.fixture
+def looping(monkeypatch) -> Iterator[tuple[Engine, list[tuple[int, int, int]]]]:
+    """What GPUs do: steps that are sure to have the same rows are launched as one, here those of at most 8. And what
+    was launched: rows, steps, launches on their way.
     """
-    entries, resolve_backend = golden("llama"), deployment.resolve_backend
+    resolve_backend = deployment.resolve_backend
     monkeypatch.setattr(
         deployment, "resolve_backend", lambda *args, **how: replace(resolve_backend(*args, **how), platform="gpu")
     )
     monkeypatch.setattr(Programs, "options", lambda self, key: {})
-    engine = Engine(config_of("llama", pool_tokens=208), checks=True)
-    launch, launched = engine._runner.launch, []
+    monkeypatch.setattr("jaxserve.programs.LOOP_ROWS", 8)
+    engine, launched = Engine(config_of("llama", pool_tokens=208), checks=True), []
+    launch = engine._runner.launch
 
     def counted(plan, *following):
-        launched.append((len(plan.decode), 1 + len(following)))
+        if (ahead := list(engine._in_flight)) and len(ahead[-1].plans) > 1:
+            assert len(ahead) == 1, "after a loop one launch is ahead"
+        launched.append((len(plan.decode), 1 + len(following), 1 + len(ahead)))
         return launch(plan, *following)
 
     engine._runner.launch = counted  # type: ignore[method-assign]
+    yield engine, launched
+
+
+def test_loops_of_steps_change_nothing(looping):
+    """A stop id, or a request that comes meanwhile, is seen after the last of them."""
+    (engine, launched), entries = looping, golden("llama")
     check_every_path(engine, entries, "float32")
-    assert {steps for _, steps in launched} == {1, LOOP_STEPS} and {rows for rows, steps in launched if steps > 1} > {1}
+    assert {steps for _, steps, _ in launched} == {1, LOOP_STEPS}
+    assert {1, 2, 8} & {rows for rows, steps, _ in launched if steps > 1} > {1}
+    short = [request(f"s{i}", [5 + i, 6, 7], 8) for i in range(12)]
+    alone = [ids_of(run(engine, [each])[each.request_id, 0]) for each in short]
+    together = run(engine, short)
+    assert [ids_of(together[f"s{i}", 0]) for i in range(12)] == alone
+    assert max(rows for rows, steps, _ in launched if steps > 1) <= 8 < max(rows for rows, *_ in launched)
     assert {Kind.PLAIN, Kind.LOOP} == {kind for kind, _ in engine._runner._ready}
     launched.clear()
     ids, stop = entries[0]["ids"], entries[0]["ids"][5]
     stopped = request("s", entries[0]["prompt_ids"], len(ids))
     stopped.stop_ids = [stop]
     assert ids_of(run(engine, [stopped])["s", 0]) == ids[: ids.index(stop) + 1]
-    assert (1, LOOP_STEPS) in launched
-    launched.clear()
+    assert any(steps > 1 for _, steps, _ in launched)
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"logprobs": 2}, {"repetition_penalty": 5.0}, {"top_k": 2, "temperature": 2.0}, {"logit_bias": {7: 100}}],
+    ids=str,
+)  # fmt: skip
+def test_rows_with_knobs_take_no_loop(looping, knobs: dict):
+    (engine, launched), prompt = looping, golden("llama")[0]["prompt_ids"]
+    (with_knobs,) = run(engine, [request("a", prompt, 12, seed=3, **knobs)]).values()
+    assert launched and all(steps == 1 for _, steps, _ in launched)
+    plain = request("b", prompt, 12, seed=3, temperature=knobs.get("temperature", 0.0))
+    (without,) = run(engine, [plain]).values()
+    assert any(steps > 1 for _, steps, _ in launched)
+    if "logprobs" in knobs:
+        assert ids_of(with_knobs) == ids_of(without) and all(delta.logprobs for delta in with_knobs)
+    else:
+        assert ids_of(with_knobs) != ids_of(without)
+
+
+def test_a_draw_is_the_same_in_a_loop_as_with_a_knob_that_changes_nothing(looping):
+    (engine, launched), prompt = looping, golden("llama")[0]["prompt_ids"]
     drawn = [
-        request(f"{name}", entries[0]["prompt_ids"], 16, temperature=1.0, seed=3, **how)
-        for name, how in (("a", {}), ("b", {"top_k": 1000}))
+        request(name, prompt, 16, temperature=1.0, seed=3, **how) for name, how in (("a", {}), ("b", {"top_k": 1000}))
     ]
-    alone = [ids_of(run(engine, [each])[each.request_id, 0]) for each in drawn]
-    assert alone[0] == alone[1] and len(set(alone[0])) > 4
-    assert any(steps > 1 for _, steps in launched)
+    said = [ids_of(run(engine, [each])[each.request_id, 0]) for each in drawn]
+    assert said[0] == said[1] and len(set(said[0])) > 4
+    assert any(steps > 1 for _, steps, _ in launched)
 
 
 @pytest.mark.parametrize(

@@ -464,6 +464,49 @@ def test_unknown_policy():
         make_scheduler(policy="lottery")
 
 
+# ------------------------------------------------------------------------------------------- steps that are alike
+
+
+def all_decode(*prompts: list[int], max_tokens: int = 8, **options) -> tuple[Loop, Plan]:
+    """Each has drawn two tokens, the second in the plan that is returned."""
+    loop = Loop(make_scheduler(**options))
+    for i, prompt in enumerate(prompts):
+        loop.scheduler.add(make_request(f"r{i}", prompt, max_tokens=max_tokens, stop_ids=[]))
+    planned(loop)
+    return loop, planned(loop)
+
+
+def test_steps_are_alike_until_a_row_ends_by_count():
+    loop, plan = all_decode([1, 2, 3], [4, 5])
+    assert loop.scheduler.plan_again(plan, 7) == []
+    plans = loop.scheduler.plan_again(plan, 6)
+    assert [each.decode.seqs for each in plans] == [plan.decode.seqs] * 6
+    assert [each.decode.starts for each in plans] == [[4 + i, 3 + i] for i in range(6)]
+    assert loop.scheduler.plan() is None
+
+
+def test_steps_are_not_alike_while_somebody_waits():
+    loop, plan = all_decode([1, 2, 3], [4, 5], max_num_seqs=1)
+    assert loop.scheduler.plan_again(plan, 1) == []
+    loop.scheduler.cancel("r1")
+    assert len(loop.scheduler.plan_again(plan, 1)) == 1
+
+
+def test_steps_are_not_alike_while_somebody_is_amid_a_prompt():
+    loop, plan = all_decode([1, 2, 3])
+    loop.scheduler.add(make_request("long", LONG, stop_ids=[]))
+    plan = planned(loop)
+    assert len(plan.prefill) == len(plan.decode) == 1 and loop.scheduler.plan_again(plan, 1) == []
+
+
+@pytest.mark.parametrize(("num_pages", "alike"), [(4, 0), (5, 1)])
+def test_steps_are_not_alike_where_pages_are_short(num_pages: int, alike: int):
+    """Both rows have filled a page of four, and one page is left of two that they need."""
+    loop, plan = all_decode([1, 2, 3], [4, 5, 6], num_pages=num_pages)
+    assert len(loop.scheduler.plan_again(plan, 1)) == alike
+    assert loop.scheduler.stats().preemptions == 0
+
+
 # ------------------------------------------------------------------------------------------------ pages and statistics
 
 

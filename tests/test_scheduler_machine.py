@@ -80,12 +80,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(request.prompt_token_ids) <= longest
             self.requests[request.request_id] = request
 
-    @rule(times=st.sampled_from([3, 9, 5, 1]))
-    def step(self, times: int) -> None:
+    @rule(times=st.sampled_from([3, 9, 5, 1]), again=st.sampled_from([0, 1, 3]))
+    def step(self, times: int, again: int) -> None:
         for _ in range(times):
             stuck = self.loop.scheduler.has_work and not self.loop.in_flight
             ends = len(self.loop.ends)
-            plan = self.loop.step()
+            plan = self.loop.step(again)
             assert plan or not stuck or len(self.loop.ends) > ends, "an idle engine found nothing to do"
 
     @rule(again=st.sampled_from([0, 0, 1, 3]))

@@ -62,15 +62,16 @@ def attention(q: Array, kv: KVPages, meta: AttentionInput, **how: Any) -> Array:
     split, head_dim = meta.num_decode_rows, q.shape[2]
     if room := kv.shape[4] - head_dim:
         return attention(jnp.pad(q, ((0, 0), (0, 0), (0, room))), kv, meta, **how)[:, :, :head_dim]
-    in_place = not split % prefill.ALIGN and decode.heads_fill_tiles(q.shape[1] // kv.shape[1])
-    if q.shape[0] > split and not in_place:
+    if not split:
+        return prefill.prefill_attention(q, kv, meta, **how)
+    if q.shape[0] == split:
+        return _decode(q, kv, meta, how)
+    if split % prefill.ALIGN or not decode.heads_fill_tiles(q.shape[1] // kv.shape[1]):
         return jnp.concatenate(
             [_decode(q[:split], kv, meta, how), prefill.prefill_attention(q[split:], kv, meta, **how)]
         )
-    if q.shape[0] == split:
-        return _decode(q, kv, meta, how)
     out = prefill.prefill_attention(q, kv, meta, first_token=split, **how)
-    return _decode(q[:split], kv, meta, how, into=out) if split else out
+    return _decode(q[:split], kv, meta, how, into=out)
 
 
 def _decode(q: Array, kv: KVPages, meta: AttentionInput, how: dict[str, Any], into: Array | None = None) -> Array:

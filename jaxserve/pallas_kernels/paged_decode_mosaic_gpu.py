@@ -859,4 +859,7 @@ def _cuts(
     heads = ceil_div(group, HEAD_ROWS) * HEAD_ROWS
     taken = 2 * heads * head_dim + cuts.at_once * 2 * heads * KV_TILE + 4096  # q, P; barriers and what aligning takes
     taken += (cuts.max_splits > 1) * 4 * heads * head_dim + fused * 2 * 2 * (heads + 2) * head_dim  # partial out; qkv
-    return cuts._replace(stages=min(cuts.stages, (SMEM_BYTES // cuts.each - taken) // tile_size(head_dim)))
+    stages = min(cuts.stages, (SMEM_BYTES // cuts.each - taken) // tile_size(head_dim))
+    if stages < 1:
+        raise ValueError(f"DecodeTuning.ctas_each: no KV tile fits the shared memory of each of {cuts.each} CTAs")
+    return cuts._replace(stages=stages)

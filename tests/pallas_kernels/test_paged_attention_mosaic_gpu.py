@@ -45,6 +45,7 @@ def test_heads_that_are_narrower_than_pages(rope_case, monkeypatch: pytest.Monke
 
 ALL = {"sinks": True, "sliding_window": 128, "softcap": 20.0}
 CHUNKS = ((5, 5), (70, 100))
+TILES = ((5, 5), (130, 260), (1, 129))
 
 
 @pytest.mark.parametrize(
@@ -65,12 +66,12 @@ def test_every_head_dim_lowers_for_cuda_and_writes_in_place(head_dim, prefill, h
 
 @pytest.mark.parametrize(
     "group",
-    [5, 9, 14, 16, *(pytest.param(group, marks=pytest.mark.heavy) for group in (1, 2, 3, 7, 8, 11, 12, 13, 15))],
+    [5, 9, 14, 16, *(pytest.param(group, marks=pytest.mark.heavy) for group in (1, 2, 3, 7, 8, 11, 12, 13, 14, 15))],
 )
-@pytest.mark.parametrize("prefill", [(), ((5, 5), (130, 260), (1, 129))], ids=["decode", "mixed"])
-def test_every_group_compiles_for_an_h200(prefill, group, h200):
+@pytest.mark.parametrize(("rows", "prefill"), [(8, ()), (8, TILES), (0, TILES)], ids=["decode", "mixed", "prompts"])
+def test_every_group_compiles_for_an_h200(rows, prefill, group, h200):
     """XLA takes what is around the kernels, and these fit the shared memory of a multiprocessor, at the widest heads."""
-    case = Case((7,) * 8, prefill, 8 * bool(prefill), 64, head_dim=256, group=group, dtype="bfloat16", extra_width=9)
+    case = Case((7,) * rows, prefill, 8 * bool(prefill), 64, head_dim=256, group=group, dtype="bfloat16", extra_width=9)
     step, there = make_rope_step(RopeCase(case, norm=True)), jax.sharding.SingleDeviceSharding(h200)
 
     def attention(q: jax.Array, kv: KVPages, meta: AttentionInput) -> jax.Array:
