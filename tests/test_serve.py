@@ -350,10 +350,8 @@ async def test_several_http_processes_are_one_server(tmp_path: Path):
             while (await metrics(session, server.url))["num_requests_waiting"] != 9:
                 await asyncio.sleep(0.01)
         assert (await alone("/load"))["server_load"] == 9
-        await alone("/resume", json={})
         assert (await alone("/abort_requests", json={}))["aborted"] == 9
         assert {(await one)["choices"][0]["finish_reason"] for one in running} == {"abort"}
-        await turn("/pause", paused=True)
         await turn("/resume", paused=False)
         assert not re.search(r"Traceback|ERROR|WARNING", server.log()), server.log()
 
