@@ -17,7 +17,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.tpu_topology import CHIPS, GiB, chips_of_host, device_files, parse_topology
 
 PACKAGES = (
-    "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin libtpu flax numpy ml_dtypes jaxtyping safetensors gguf "
+    "jax jaxlib jax-cuda12-plugin jax-cuda13-plugin jax-cuda13-pjrt nvidia-cublas nvidia-cudnn-cu13 "
+    "nvidia-cuda-runtime nvidia-cuda-nvcc nvidia-nccl-cu13 libtpu flax numpy ml_dtypes jaxtyping safetensors gguf "
     "transformers tokenizers huggingface_hub aiohttp uvloop msgspec pyzmq prometheus-client openai torch"
 ).split()
 GPU_FIELDS = "index,name,driver_version,memory.total,memory.used,compute_cap"

@@ -59,6 +59,11 @@ class Kind(enum.Enum):
     FORWARD = "forward"
     DRAW = "draw"
 
+    @property
+    def complete(self) -> bool:
+        """Whether it is all of a step, or of several: what it returns is drawn tokens, a few bytes."""
+        return self in (Kind.PLAIN, Kind.LOOP)
+
 
 Key = tuple[Kind, Bucket | int]
 
@@ -288,7 +293,7 @@ class Programs:
         kind, size = key
         options: dict[str, Any] = {}
         if self.backend.platform == "gpu":
-            if kind in (Kind.FORWARD, Kind.DRAW):
+            if not kind.complete:
                 options["xla_gpu_enable_command_buffer"] = GRAPH_PARTS
             if isinstance(size, Bucket) and size.tokens >= CUBLAS_TOKENS:
                 options["xla_gpu_enable_triton_gemm"] = False
@@ -335,7 +340,7 @@ class Programs:
             return Signature((), updated, (drawn,) if takes_turns else (), (logits, columns, masks), (drawn,))
         weights, packed = (self._params,), array(self.layouts[size].size)
         kv = arrays(self.mesh, KV_PAGES, jax.eval_shape(lambda: self.new_kv(num_pages)))
-        if kind in (Kind.PLAIN, Kind.LOOP):
+        if kind.complete:
             if kind is Kind.LOOP:
                 tokens, packed = (array(LOOP_STEPS, *one.shape) for one in (tokens, packed))
             updated = (kv, state.page_table, state.last_token)
@@ -348,7 +353,7 @@ class Programs:
 
 def copies(key: Key, signature: Signature) -> int:
     """How many of a program take turns, each with its own input and results (`runner.Program` says why)."""
-    if key[0] in (Kind.PLAIN, Kind.LOOP):
+    if key[0].complete:
         return 3
     return 2 if signature.held else 1
 

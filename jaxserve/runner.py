@@ -241,7 +241,7 @@ class Runner:
         outputs = jax.tree.structure((signature.updated, signature.results))
         options = self._programs.options(key)
         count = copies(key, signature)
-        if key[0] in (Kind.PLAIN, Kind.LOOP):
+        if key[0].complete:
             put, runs = None, [lowered.compile(options)] * count
         else:
             put = _compiled(lambda _, new: jnp.copy(new), mesh, sent, np.zeros(sent.shape, np.int32))

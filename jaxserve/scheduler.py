@@ -204,8 +204,12 @@ class Scheduler:
         missing = sum(max(end - len(seq.pages), 0) for end, seq in zip(ends, self.running, strict=True))
         if missing > self.pool.num_free:
             return []
-        plans = [self.plan() for _ in range(count)]
-        return [again for again in plans if again is not None]
+        plans = []
+        for _ in range(count):
+            again = self.plan()
+            assert again is not None, "all of its rows go on"
+            plans.append(again)
+        return plans
 
     def _drain_last_rows(self) -> None:
         """Gives back slots and pages of sequences with nothing left to compute: they only wait for their last token."""

@@ -20,15 +20,12 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import urllib.request
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,16 +35,16 @@ from made_tokenizer import make_tokenizer
 from need_gpu import find_gpu
 
 from jaxserve.bench.server_metrics import parse_metrics
+from jaxserve.collect_env import lines as environment_lines
 from jaxserve.models.base import decoder_config
+from jaxserve.paging.kv_cache import GiB
 
-GiB = 2**30
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ROOT / "scripts" / "shapes"
 INPUT_LEN, OUTPUT_LEN = 512, 256
 REQUESTS = {1: 8, 64: 256, 256: 1024}  # concurrency -> requests
 OFFLINE = (256, 1024)
 DECODE_ROWS, DECODE_CONTEXT = (1, 8, 64), (128, 248)  # where decoding begins, and what a row holds on average
-PACKAGES = r"jax(lib|-cuda.*)?|nvidia-(cublas|cuda-runtime|cuda-nvcc|cudnn|nccl)(-.*)?"
 # Figure -> that of vLLM 0.26.0 on the same kind of card with the same workload, and the goal. Decode of vLLM: 128 in,
 # 256 out, the decode steps alone.
 KNOWN: dict[str, dict[str, tuple[float | None, float | None]]] = {
@@ -71,8 +68,6 @@ KNOWN: dict[str, dict[str, tuple[float | None, float | None]]] = {
         "server 256, TPOT p50 ms": (15.7, None), "server 256, ITL p99 ms": (50, None),
     },
 }  # fmt: skip
-
-
 SERVED = {"llama-8b": 0.95, "qwen-1.5b": 0.8}  # goal: what the server makes of offline's tokens per second
 
 
@@ -213,15 +208,11 @@ PARTS = {"server": serve, "offline": offline, "structured": structured, "decode"
 
 def heading(device: str, card: Card) -> str:
     """What ran where, with which versions."""
-    found = {d.name: d.version for d in metadata.distributions() if re.fullmatch(PACKAGES, d.name or "")}
-    versions = [f"python {platform.python_version()}", *(f"{name} {found[name]}" for name in sorted(found))]
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, stdout=subprocess.PIPE, text=True, check=False).stdout.split()
-        versions += [f"driver {driver[0]}"] if driver else []
+    told = (line.strip().partition(" (")[0] for line in environment_lines(with_devices=False))
+    found = [line.replace(": ", " ") for line in told if re.match(r"python|jax(?!serve|typing)|nvidia-|\d+, ", line)]
     return (
         f"# {device}\n\n`{shlex.join(['python', 'scripts/bench_gpu.py', *sys.argv[1:]])}`, {datetime.date.today()}  \n"
-        f"{', '.join(versions)}  \nFloor: memory at {card.read_tb_s:g} TB/s, products at {card.matrix_tflops:g} TFLOP/s"
+        f"{', '.join(found)}  \nFloor: memory at {card.read_tb_s:g} TB/s, products at {card.matrix_tflops:g} TFLOP/s"
     )
 
 

@@ -100,8 +100,7 @@ def profile_decode(args: argparse.Namespace, llm: LLM, batch: int) -> None:
     ms = {name: s / timed * 1e3 for name, s in (spent_s | packing_s).items()}
     print(
         f"\nHost, ms/step, {timed / launches:.3g} steps per launch: launch {ms['launch']:.3f} (pack {ms['pack']:.3f}, "
-        f"run {ms['_run']:.3f}), "
-        f"collect {ms['collect']:.3f}, the rest {wall_ms - ms['launch'] - ms['collect']:.3f}"
+        f"run {ms['_run']:.3f}), collect {ms['collect']:.3f}, the rest {wall_ms - ms['launch'] - ms['collect']:.3f}"
     )
 
 
